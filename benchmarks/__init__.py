@@ -1,0 +1,1 @@
+"""Programs that print how we compare with peers measured in the same run."""

@@ -1,0 +1,28 @@
+"""The true CPU peak: the running sum of the profiler's allocation events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+
+from torch import nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+
+def cpu_peak_bytes(run: Callable[[], object]) -> int:
+    """Most bytes live on the CPU while ``run`` runs, above what was live at its start."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    on_cpu = [e for e in sorted(events, key=lambda e: e.start_ns()) if e.device_type() == DeviceType.CPU]
+    return max(accumulate((e.nbytes() for e in on_cpu), initial=0))
+
+
+def step_peak_bytes(net: nn.Module, run: Callable[[], object]) -> int:
+    """Peak of a step above weights and inputs, new gradients included; run once before, so that caches are warm."""
+    for _ in range(2):
+        net.zero_grad(set_to_none=True)
+        run_peak = cpu_peak_bytes(run)
+    net.zero_grad(set_to_none=True)
+    return run_peak

@@ -1,0 +1,216 @@
+"""Every policy and torch's own ways to save memory, side by side: measured peak and time in one run on one thread.
+
+``python -m benchmarks.policies [R T ...] [--rounds 11] [--json FILE]``. Peaks are the profiler's allocation events
+above weights and inputs, new gradients included; times are medians of thread time over rounds in which all rows take
+turns, divided by the plain step's. For each row of others ``auto`` is also given that row's measured peak as its
+budget, and the last lines tell whether it was as small and as fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import thread_time
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from benchmarks.nets import NETS, net_rn18
+from benchmarks.peak import step_peak_bytes
+from ctdr_lightning.errors import CTDRError
+from ctdr_lightning.memory import POLICIES, Budget, Plan, Tape, Trace, plan, record
+from ctdr_lightning.memory.steady import steady
+
+SHARES = (0.8, 0.7, 0.6, 0.54, 0.5, 0.45, 0.4)
+TORCH_BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
+SEGMENTS = (2, 3, 4, 5, 6)
+N_RECORDINGS = 7
+SLACK = 1.02
+MIB = 2**20
+Run = Callable[[], None]
+
+
+@dataclass
+class Row:
+    """One way to run the step; shares are of the plain peak and of the plain time."""
+
+    name: str
+    asked: float | None
+    peak_mib: float
+    peak: float
+    seconds: float
+    predicted_peak: float | None = None
+    predicted_seconds: float | None = None
+
+
+@dataclass
+class Way:
+    """What is measured: a step, and where one was made its plan."""
+
+    name: str
+    run: Run
+    asked: float | None = None
+    plan: Plan | None = None
+
+
+def steady_trace(net: nn.Module, step: Callable[[], Tensor]) -> Trace:
+    """A trace whose op times are medians of several recordings; the first, with cold caches, is left out."""
+    traces = []
+    for _ in range(N_RECORDINGS + 1):
+        net.zero_grad(set_to_none=True)
+        traces.append(record(step))
+    return steady(traces[1:])
+
+
+def guided(step: Callable[[], Tensor], made: Plan) -> Run:
+    def run() -> None:
+        with Tape(made) as tape:
+            loss = step()
+        assert not tape.diverged, tape.diverged
+        loss.backward()
+
+    return run
+
+
+def of_torch(net: nn.Module, inputs: Tensor) -> Iterator[Way]:
+    """Checkpoints by hand, for nets that are a sequence of blocks."""
+    if not isinstance(net, nn.Sequential):
+        return
+    x = inputs.clone().requires_grad_()
+    for segments in SEGMENTS:
+        run = partial(checkpoint_sequential, net, segments, x, use_reentrant=False)
+        yield Way(f"checkpoint_sequential {segments}", lambda run=run: run().sum().backward())
+
+    def per_block() -> None:
+        y = x
+        for block in net:
+            y = checkpoint(block, y, use_reentrant=False)
+        y.sum().backward()
+
+    yield Way("checkpoint per block", per_block)
+
+
+def of_partitioner(net: nn.Module, inputs: Tensor, step_of: Callable[[nn.Module, Tensor], Tensor]) -> Iterator[Way]:
+    """``activation_memory_budget`` of torch's partitioner under ``torch.compile(backend="aot_eager")``."""
+    import torch._functorch.config as config
+
+    torch._dynamo.config.recompile_limit = 4 * len(TORCH_BUDGETS)
+    eager = torch._dynamo.lookup_backend("aot_eager")
+    for budget in TORCH_BUDGETS:
+
+        def backend(graph: torch.fx.GraphModule, examples: list[Tensor], budget: float = budget) -> Run:
+            with config.patch(activation_memory_budget=budget):
+                return eager(graph, examples)
+
+        compiled = torch.compile(net, backend=backend)
+        step_of(compiled, inputs).backward()
+        yield Way("activation_memory_budget", lambda c=compiled: step_of(c, inputs).backward(), budget)
+
+
+def of_policies(trace: Trace, step: Callable[[], Tensor], dynamic_bytes: int) -> Iterator[Way]:
+    """Every registered policy at every share of the plain peak; a plan that repeats is measured once."""
+    for name in POLICIES:
+        seen = []
+        for share in SHARES if name != "keep" else ():
+            try:
+                made = plan(trace, Budget(peak_bytes=trace.resident_bytes + int(share * dynamic_bytes)), name)
+            except CTDRError:
+                continue
+            if made.script not in seen:
+                seen.append(made.script)
+                yield Way(name, guided(step, made), share, made)
+
+
+def measured(net: nn.Module, ways: list[Way], rounds: int) -> list[tuple[int, float]]:
+    """Peak in bytes and median seconds of each way, all in turns."""
+    peaks = [step_peak_bytes(net, way.run) for way in ways]
+    taken: list[list[float]] = [[] for _ in ways]
+    for _ in range(rounds):
+        for way, times in zip(ways, taken, strict=True):
+            net.zero_grad(set_to_none=True)
+            start = thread_time()
+            way.run()
+            times.append(thread_time() - start)
+    return [(peak, median(times)) for peak, times in zip(peaks, taken, strict=True)]
+
+
+def rows_of(ways: list[Way], found: list[tuple[int, float]], trace: Trace) -> list[Row]:
+    plain_bytes, plain_s = found[0]
+    rows = []
+    for way, (peak, seconds) in zip(ways, found, strict=True):
+        row = Row(way.name, way.asked, peak / MIB, peak / plain_bytes, seconds / plain_s)
+        if way.plan is not None:
+            row.predicted_peak = (way.plan.peak_bytes - trace.resident_bytes) / plain_bytes
+            row.predicted_seconds = way.plan.seconds / trace.seconds
+        rows.append(row)
+    return rows
+
+
+def show(rows: list[Row]) -> None:
+    print(f"{'way':28s} {'asked':>6s} {'MiB':>8s} {'peak':>6s} {'time':>6s}   predicted")
+    for row in rows:
+        asked = f"{row.asked:.2f}" if row.asked is not None else ""
+        predicted = f"{row.predicted_peak:.3f} x{row.predicted_seconds:.3f}" if row.predicted_peak is not None else ""
+        print(f"{row.name:28s} {asked:>6s} {row.peak_mib:8.2f} {row.peak:6.3f} x{row.seconds:.3f}   {predicted}")
+
+
+def table(name: str, rounds: int, compiled: bool) -> list[Row]:
+    """Measure one net, print its table and whether ``auto`` dominates."""
+    net, inputs, step_of = {**NETS, "RN18": net_rn18}[name]()
+    step = partial(step_of, net, inputs)
+    trace = steady_trace(net, step)
+    plain = Way("plain", lambda: step().backward())
+    dynamic_bytes = step_peak_bytes(net, plain.run)
+    others = [*of_torch(net, inputs), *(of_partitioner(net, inputs, step_of) if compiled else ())]
+    planned = list(of_policies(trace, step, dynamic_bytes))
+    rivals = [*others, *(way for way in planned if way.name != "auto")]
+    peaks = [step_peak_bytes(net, way.run) for way in rivals]
+    answers = [answer(trace, step, peak, dynamic_bytes) for peak in peaks]
+    ways = [plain, *rivals, *(w for w in planned if w.name == "auto"), *answers]
+    rows = rows_of(ways, measured(net, ways, rounds), trace)
+    print(f"\n{name}: plain peak {dynamic_bytes / MIB:.2f} MiB, {rounds} rounds")
+    show(rows[: len(rows) - len(answers)])
+    compare(rows[1 : 1 + len(rivals)], rows[len(rows) - len(answers) :])
+    return rows
+
+
+def answer(trace: Trace, step: Callable[[], Tensor], peak_bytes: int, dynamic_bytes: int) -> Way:
+    """What ``auto`` does with a rival's measured peak."""
+    made = plan(trace, Budget(peak_bytes=trace.resident_bytes + peak_bytes))
+    return Way("auto", guided(step, made), peak_bytes / dynamic_bytes, made)
+
+
+def compare(rivals: list[Row], answers: list[Row]) -> None:
+    print(f"\n{'rival':28s} {'peak':>6s} {'time':>6s}   auto at that peak   dominated")
+    n_dominated = 0
+    for rival, mine in zip(rivals, answers, strict=True):
+        dominated = mine.peak <= rival.peak + 1e-9 and mine.seconds <= rival.seconds * SLACK
+        n_dominated += dominated
+        verdict = "yes" if dominated else "no"
+        print(
+            f"{rival.name:28s} {rival.peak:6.3f} x{rival.seconds:.3f}   {mine.peak:.3f} x{mine.seconds:.3f}  {verdict}"
+        )
+    print(f"auto is as small, and as fast to {SLACK - 1:.0%}, as {n_dominated} of {len(rivals)} rivals")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("nets", nargs="*", default=["R", "T"])
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--no-compile", action="store_true", help="leave out activation_memory_budget")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found = {name: table(name, options.rounds, not options.no_compile) for name in options.nets}
+    if options.json:
+        options.json.write_text(json.dumps({k: [asdict(r) for r in rows] for k, rows in found.items()}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""CTDR for Lightning: tensor decomposition and recomputation under one memory budget."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from ctdr_lightning.decompose import Report, decompose, merge
+from ctdr_lightning.memory import Budget, Plan, Session, Simulator, Tape, Timeline, Trace, plan, record, simulate
+from ctdr_lightning.restore import restore
+
+__version__ = "0.1.0"
+
+_LAZY = {"CTDRCallback": "callback", "Recovery": "recovery"}
+__all__ = [
+    "Budget",
+    "CTDRCallback",
+    "Plan",
+    "Recovery",
+    "Report",
+    "Session",
+    "Simulator",
+    "Tape",
+    "Timeline",
+    "Trace",
+    "decompose",
+    "merge",
+    "plan",
+    "record",
+    "restore",
+    "simulate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs Lightning on first use, so that the core never loads it."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)

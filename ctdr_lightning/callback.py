@@ -1,0 +1,297 @@
+"""The callback: Lightning's hooks, each one call into a stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from ctdr_lightning.errors import ConfigError
+from ctdr_lightning.monitor import Monitor, peak_flops
+from ctdr_lightning.options import Options, read_state
+from ctdr_lightning.recovery import Recovery
+from ctdr_lightning.recovery.coach import Coach
+from ctdr_lightning.trainer.checkpoints import CompleteFileIO, write_complete_files
+from ctdr_lightning.trainer.engine import StepEngine
+from ctdr_lightning.trainer.memory import MemoryStage
+from ctdr_lightning.trainer.modules import is_compiled, overrides
+from ctdr_lightning.trainer.randomness import Randomness
+from ctdr_lightning.trainer.reporting import Reporter
+from ctdr_lightning.trainer.rescue import is_out_of_memory
+from ctdr_lightning.trainer.strategies import check_callbacks, check_compiled, check_strategy, is_sharded
+from ctdr_lightning.trainer.structure import factorized_names, match_structure
+from ctdr_lightning.trainer.surgeon import Surgeon
+
+STATE_VERSION = 1
+RankValue = float | int | str
+
+
+class CTDRCallback(Callback):
+    """Decompose a model, run its steps under a memory budget, and win its accuracy back.
+
+    Args:
+        rank: Share of parameters that layers keep (float), a rank (int), ``"vbmf"``, ``"error=0.05"``,
+            ``"energy=0.99"``, or a mapping from layer pattern to any of these; None decomposes nothing.
+        method: Decomposition method, or ``"auto"``: Tucker-2 for convolutions, SVD for linear layers.
+        select: Patterns of the layers to take (``"features.*"``); ``!`` leaves out; None takes all.
+        memory_budget: Bytes a step may take: ``"8GiB"``, a number, or a fraction of the device's memory.
+        policy: Name of the memory policy. Without a budget ``"auto"`` keeps the project's promise: the least peak whose
+            step takes no longer than the dense model's; ``"keep"`` plans nothing.
+        recovery: True for the default schedule, a `Recovery`, its fields, or a YAML file; None for no recovery.
+        plan: A decomposition plan, or the JSON or YAML file of one, to follow instead of ``rank``, ``method`` and
+            ``select``.
+        max_slowdown: Without a budget: how long a step may take, in steps of the dense model.
+        retry_on_oom: Run a step that ran out of memory again, under a tighter plan and from the same random state.
+        allow_untested: Go on under a strategy that is not among the tested ones.
+        verbose: Print what was decomposed and planned.
+
+    Raises:
+        ConfigError: When an argument cannot be used.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(callbacks=[CTDRCallback(rank=0.5, recovery=True)], logger=False)
+    """
+
+    def __init__(
+        self,
+        rank: RankValue | dict[str, RankValue] | None = 0.5,
+        method: str = "auto",
+        select: str | list[str] | None = None,
+        memory_budget: int | float | str | None = None,
+        policy: str = "auto",
+        recovery: Recovery | dict[str, Any] | str | bool | None = None,
+        plan: dict[str, Any] | str | None = None,
+        max_slowdown: float = 1.0,
+        retry_on_oom: bool = True,
+        allow_untested: bool = False,
+        verbose: bool = True,
+    ) -> None:
+        super().__init__()
+        schedule = Recovery.read(recovery)
+        self.options = Options(
+            rank, method, select, memory_budget, policy, schedule, plan, max_slowdown,
+            retry_on_oom, allow_untested, verbose,
+        )  # fmt: skip
+        self.surgeon = Surgeon(self.options.decomposition(), self.options.read_plan(), schedule)
+        if schedule is not None and not self.surgeon.cuts:
+            raise ConfigError("recovery is given, but nothing is decomposed.", "Give rank=, or leave recovery out.")
+        self.coach = Coach(schedule, self.surgeon) if schedule is not None else None
+        self.memory = MemoryStage(self.options)
+        self.engine = StepEngine()
+        self.monitor = Monitor()
+        self.reporter = Reporter(self.options.verbose, self.surgeon, self.memory, self.engine, self.monitor)
+        self._hook: Any = None
+        self._random = Randomness()
+        self._steps = 0
+
+    @classmethod
+    def from_checkpoint(cls, path: str | Path, **changes: Any) -> CTDRCallback:
+        """The callback that wrote a checkpoint, following that checkpoint's plan.
+
+        Args:
+            path: A Lightning checkpoint of a run with this callback.
+            changes: Arguments to be other than they were.
+
+        Raises:
+            CheckpointError: When the file cannot be read or was written without this callback.
+        """
+        state = read_state(CompleteFileIO().load_checkpoint(path), cls.__qualname__, STATE_VERSION)
+        surgeon = Surgeon(None, None, None)
+        surgeon.load(state.get("surgery"))
+        return cls(**{**Options.arguments(state.get("options")), "plan": surgeon.plan, **changes})
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Decompose, before optimizers exist and before any checkpoint is read."""
+        if self._hook is None:
+            self._hook = pl_module.register_load_state_dict_pre_hook(match_structure)
+        if stage != "fit":
+            return
+        recovery, cuts = self.options.recovery, self.surgeon.cuts
+        untested = self.options.allow_untested
+        check_strategy(trainer.strategy, cuts=cuts, changes=recovery is not None, allow_untested=untested)
+        check_callbacks(trainer, self, staged=recovery is not None and recovery.staged)
+        check_compiled(pl_module, plans=self.options.plans_memory, distills=recovery is not None and recovery.distill)
+        write_complete_files(trainer.strategy)
+        if not is_sharded(trainer.strategy) and overrides(pl_module, "configure_model"):
+            pl_module.configure_model()
+        if cuts:
+            self._cut(trainer, pl_module)
+
+    def _cut(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.coach is not None:
+            self.coach.prepare(pl_module)
+        self.surgeon.decide(pl_module, trainer.strategy)
+        if self.coach is not None:
+            self.coach.cut_at_start(pl_module)
+        else:
+            self.surgeon.cut(pl_module, 1)
+        self.reporter.say_cut()
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse to train when nothing was decomposed; a checkpoint has been read by now."""
+        if not is_sharded(trainer.strategy):
+            self.surgeon.check()
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take up the random state of a resumed run; recover from the cut of a fresh one; wrap the step."""
+        self._random.train_start()
+        if self.coach is not None:
+            self.coach.train_start(trainer, pl_module)
+        self._attach(trainer, pl_module)
+        self._log(trainer, pl_module, self.reporter.facts(trainer, pl_module), on_epoch=True)
+        self.engine.counting = peak_flops(trainer) is not None
+        self.monitor.start()
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Cut, roll back, or change phase."""
+        self._random.epoch_start(trainer)
+        if self.coach is not None:
+            self.engine.release()
+            self.coach.epoch_start(trainer, pl_module)
+            self._attach(trainer, pl_module)
+
+    def _attach(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not is_compiled(pl_module):
+            self.memory.prepare(trainer, pl_module)
+        self.engine.session = self.memory.session
+        self.engine.tighten = self.memory.tighten if self.options.retry_on_oom else None
+        if self.coach is not None:
+            self.engine.around = self.coach.teacher.around if self.coach.teacher is not None else None
+            self.engine.key = (self.coach.progress.stage, self.coach.rates.scale)
+        self.engine.attach(pl_module)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Start the clock; free what the step does not need."""
+        self._steps = trainer.global_step
+        self.engine.metering = self.monitor.meters_next(trainer)
+        self.memory.drop_gradients(trainer, pl_module, batch_idx)
+        self.monitor.batch_start()
+
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The step's backward is over."""
+        if pl_module.automatic_optimization:
+            self.engine.backward_done()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the step, and log at the trainer's interval."""
+        self.engine.backward_done()
+        stepped = trainer.global_step > self._steps
+        self.monitor.batch_end(batch, stepped)
+        if stepped:
+            self.memory.step_done(trainer)
+            if self.coach is not None:
+                self.coach.step_done()
+        if self.monitor.due(trainer):
+            values = self.reporter.interval(trainer, pl_module, batch)
+            teacher = self.coach.teacher if self.coach is not None else None
+            self._log(trainer, pl_module, values | (teacher.logs() if teacher is not None else {}), on_step=True)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Validation is not part of the step time."""
+        self.monitor.pause()
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Read the metric that recovery goes by."""
+        self.monitor.resume()
+        if self.coach is not None and not trainer.sanity_checking and trainer.state.fn == "fit":
+            self.coach.validation_end(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop when recovered."""
+        if self.coach is not None:
+            self._log(trainer, pl_module, self.coach.logs(), on_epoch=True)
+            self.coach.epoch_end(trainer)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the module as it was found, apart from its layers."""
+        self._release()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Release everything; the module stays usable. What ran out of memory is accounted for first."""
+        if is_out_of_memory(exception):
+            self.reporter.account(trainer, pl_module, exception)
+        self._release()
+        self._unhook()
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Roll back a last stage that did not recover."""
+        if self.coach is not None:
+            self.coach.fit_end(pl_module)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take the hooks back."""
+        self._release()
+        self._unhook()
+
+    @staticmethod
+    def _log(trainer: Trainer, pl_module: LightningModule, values: dict[str, Any], **when: bool) -> None:
+        if values and not trainer.barebones:
+            when = {"on_step": False, "on_epoch": False, **when}
+            pl_module.log_dict(values, reduce_fx="max", sync_dist=trainer.world_size > 1, batch_size=1, **when)
+
+    def _release(self) -> None:
+        self.engine.release()
+        self.memory.release()
+        if self.coach is not None:
+            self.coach.release()
+
+    def _unhook(self) -> None:
+        hook, self._hook = self._hook, None
+        if hook is not None:
+            hook.remove()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Primitives and tensors: the plan, where recovery stands, the options."""
+        state = {
+            "version": STATE_VERSION,
+            "options": self.options.to_dict(),
+            "surgery": self.surgeon.to_dict(),
+            "stepped": self.monitor.stepped,
+        }
+        if self.coach is not None:
+            state["recovery"] = self.coach.state_dict()
+        return state
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up what :meth:`state_dict` gave."""
+        own = read_state({"callbacks": {self.state_key: state_dict}}, self.state_key, STATE_VERSION)
+        self.surgeon.load(own.get("surgery"))
+        stepped = own.get("stepped")
+        self.monitor.stepped = stepped if isinstance(stepped, int) else 0
+        if self.coach is not None and "recovery" in own:
+            self.coach.load_state_dict(own["recovery"])
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Add every rank's random state, so that a resumed run draws what this one would have drawn."""
+        checkpoint["callbacks"][self.state_key]["random"] = self._random.save(trainer)
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint that training cannot go on from, before any time is spent."""
+        if trainer.state.fn != "fit":
+            return
+        state = read_state(checkpoint, self.state_key, STATE_VERSION)
+        self.surgeon.load(state.get("surgery"), factorized_names(pl_module))
+        self._random.load(trainer, state.get("random"))

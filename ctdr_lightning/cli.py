@@ -1,0 +1,142 @@
+"""The command ``ctdr``: decompose and plan a model without training it, and without the memory that it would take.
+
+    ctdr decompose torchvision.models:resnet18 --rank 0.25 --save layers.json
+    ctdr plan torchvision.models:resnet50 --input 64,3,224,224 --device a100 --rank 0.25 --policy sqrt
+    ctdr explain plan.json
+
+A model is named ``module:callable``; the callable is imported, from the current folder too, and called without
+arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ctdr_lightning.decompose import METHODS, decompose
+from ctdr_lightning.errors import ConfigError, CTDRError
+from ctdr_lightning.files import write_text
+from ctdr_lightning.measure import storage_bytes
+from ctdr_lightning.memory import POLICIES, Plan, plan, record_fake, simulate
+from ctdr_lightning.units import format_bytes, format_seconds
+
+_STATES = {"adam": 2, "sgd": 0, "momentum": 1}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: The command line after ``ctdr``; None takes the process's.
+
+    Returns:
+        The exit status: 0, or 2 after an error that the user can mend.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except CTDRError as error:
+        print(f"ctdr: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _decompose(options: argparse.Namespace) -> None:
+    report = decompose(_model(options.model), options.rank, options.method, options.select)
+    print(report)
+    if options.save:
+        write_text(options.save, json.dumps(report.to_plan(), indent=2) + "\n")
+
+
+def _plan(options: argparse.Namespace) -> None:
+    model = _model(options.model).train()
+    if options.rank is not None:
+        decompose(model, options.rank, options.method, options.select)
+    trace = record_fake(model, torch.empty(options.input), _loss, device=options.device)
+    static_bytes = _STATES[options.optimizer] * storage_bytes(model.parameters())
+    made = plan(trace, options.budget, options.policy, static_bytes=static_bytes)
+    plain = simulate(trace)
+    print(f"Plain step: peak {format_bytes(plain.peak_bytes + static_bytes)}, {format_seconds(plain.seconds)}.")
+    print(made.explain().splitlines()[0])
+    if options.save:
+        made.to_json(options.save)
+
+
+def _explain(options: argparse.Namespace) -> None:
+    print(Plan.from_json(options.plan).explain())
+
+
+def _model(name: str) -> nn.Module:
+    module, _, attribute = name.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        model = getattr(import_module(module), attribute)()
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"model {name!r} cannot be built: {error}.", "Write module:callable, such as torchvision.models:resnet18."
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model {name!r} is a {type(model).__name__}, no nn.Module.", "Name what builds the module.")
+    return model
+
+
+def _loss(model: nn.Module, batch: Tensor) -> Tensor:
+    outputs: Any = model(batch)
+    return sum(leaf.sum() for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad)  # type: ignore[return-value]
+
+
+def _rank(text: str) -> float | int | str:
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    return tuple(int(length) for length in text.split(","))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ctdr", description=(__doc__ or "").split("\n\n")[0])
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    cut = commands.add_parser("decompose", help="show what would become of each layer")
+    _add_layers(cut, rank=0.5)
+    cut.set_defaults(run=_decompose)
+
+    memory = commands.add_parser("plan", help="plan the memory of a step on fake tensors: no GPU, no memory")
+    _add_layers(memory, rank=None)
+    memory.add_argument("--input", type=_shape, required=True, help="shape of the batch, such as 64,3,224,224")
+    memory.add_argument("--budget", help="such as 8GiB; without it the policy decides")
+    memory.add_argument("--policy", default="sqrt", help=f"one of {', '.join(POLICIES)}")
+    memory.add_argument("--device", help="device whose speed is assumed, such as h100; this processor by default")
+    memory.add_argument("--optimizer", choices=sorted(_STATES), default="adam", help="whose state counts as well")
+    memory.set_defaults(run=_plan)
+
+    explain = commands.add_parser("explain", help="say what a saved memory plan does, a sentence a tensor")
+    explain.add_argument("plan", help="a plan file")
+    explain.set_defaults(run=_explain)
+    return parser
+
+
+def _add_layers(parser: argparse.ArgumentParser, rank: float | None) -> None:
+    parser.add_argument("model", help="module:callable")
+    parser.add_argument("--rank", type=_rank, default=rank, help="share of parameters, a rank, vbmf, error=0.05")
+    parser.add_argument("--method", default="auto", help=f"auto, or one of {', '.join(METHODS)}")
+    parser.add_argument("--select", nargs="+", help="patterns of layer names; ! leaves out")
+    parser.add_argument("--save", help="file for the plan, as JSON")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

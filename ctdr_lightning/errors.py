@@ -1,0 +1,39 @@
+"""The errors a user can meet: what was wrong, what was found, what to do."""
+
+from __future__ import annotations
+
+
+class CTDRError(Exception):
+    """Base of every error raised on purpose by this package.
+
+    Args:
+        problem: What is wrong, naming the argument and what was found.
+        hint: What to do about it.
+    """
+
+    def __init__(self, problem: str, hint: str = "") -> None:
+        self.problem = problem
+        self.hint = hint
+        super().__init__(f"{problem}\nHINT: {hint}" if hint else problem)
+
+
+class ConfigError(CTDRError, ValueError):
+    """An argument, a pattern, or a name that cannot be used."""
+
+
+class CheckpointError(CTDRError, RuntimeError):
+    """A checkpoint, plan file, or trace file that cannot be read or does not fit the model."""
+
+
+class InfeasibleBudgetError(CTDRError, RuntimeError):
+    """No plan fits the memory budget.
+
+    Args:
+        problem: What is wrong, naming the budget.
+        hint: The nearest remedy.
+        least_peak_bytes: Smallest peak that any plan found reaches.
+    """
+
+    def __init__(self, problem: str, hint: str = "", *, least_peak_bytes: int = 0) -> None:
+        super().__init__(problem, hint)
+        self.least_peak_bytes = least_peak_bytes

@@ -1,0 +1,111 @@
+"""Live bytes, counted where no allocator tells: every storage that an op made, until it dies."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ctdr_lightning.memory.tensors import storage_of
+
+_trackers: list[LiveBytes] = []
+
+
+def tell_trackers(tensors: Iterable[Any]) -> None:
+    """Tell every active tracker of tensors that were made where no dispatch mode sees them."""
+    if _trackers:
+        for tracker in _trackers:
+            tracker.track(tensors)
+
+
+class LiveBytes:
+    """Counts the bytes of the storages it is shown, until they die.
+
+    While entered it is also shown what replays make.
+
+    Attributes:
+        now: Live bytes at present.
+        peak: The largest ``now`` so far.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.peak = 0
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def track(self, tensors: Iterable[Any]) -> None:
+        """Count the storages of tensors that are not counted yet."""
+        for tensor in tensors:
+            storage = storage_of(tensor) if isinstance(tensor, Tensor) else None
+            if storage is not None:
+                self._add(storage)
+
+    def ignore(self, tensors: Iterable[Any]) -> None:
+        """Never count these tensors' storages: they are from before the step."""
+        for tensor in tensors:
+            storage = storage_of(tensor) if isinstance(tensor, Tensor) else None
+            if storage is not None and storage._cdata not in self._known:
+                self._watch(storage, 0)
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._known:
+            n_bytes = storage.nbytes()
+            self.now += n_bytes
+            self.peak = max(self.peak, self.now)
+            self._watch(storage, n_bytes)
+
+    def _watch(self, storage: torch.UntypedStorage, n_bytes: int) -> None:
+        key, me = storage._cdata, weakref.ref(self)
+
+        def died(_: weakref.ref[Any]) -> None:
+            tracker = me()
+            if tracker is not None:
+                tracker.now -= n_bytes
+                tracker._known.pop(key, None)
+
+        self._known[key] = weakref.ref(storage, died)
+
+    def __enter__(self) -> LiveBytes:
+        _trackers.append(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        _trackers.remove(self)
+
+
+class PeakMeter(TorchDispatchMode):
+    """Measures the true peak of what runs inside it, on a device whose allocator keeps no count.
+
+    Forward, backward and replays are all seen. Storages from before the block are not counted.
+
+    Attributes:
+        live: The counter; ``live.peak`` is the peak in bytes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = LiveBytes()
+
+    def __enter__(self) -> PeakMeter:
+        self.live.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        super().__exit__(kind, error, tb)
+        self.live.__exit__(kind, error, tb)
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for arg in (*args, *kwargs.values()) if kwargs else args:
+            self.live.ignore(arg if type(arg) in (tuple, list) else (arg,))
+        out = func(*args, **(kwargs or {}))
+        self.live.track(out if type(out) in (tuple, list) else (out,))
+        return out

@@ -1,0 +1,169 @@
+"""Which ops may be run again, and how: functional twins, BatchNorm without its side effect, and what is pinned."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+
+_COLLECTIVE = {"c10d", "_c10d_functional", "c10d_functional", "fsdp", "symm_mem", "_dtensor"}
+_UNINITIALISED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
+_RUNNING_STATS = ("running_mean", "running_var")
+_RESIZING = {"resize_", "resize_as_", "set_", "_resize_output_"}
+_OWN_TYPES = {Tensor, torch.nn.Parameter, FakeTensor}
+
+
+class OpTraits:
+    """What the tape must know of an op, read from its schema once.
+
+    Attributes:
+        name: Full name, such as ``"aten.relu.default"``.
+        batch_norm: Whether it updates running statistics as a side effect, declared or hidden.
+        written: Positions of the arguments that it writes in place; running statistics do not count.
+        writes: Position and name of every argument that it writes, running statistics and ``out=`` included.
+        view: Whether an output shares its input's storage unwritten.
+        twin: The op that computes the same values out of place; None when there is none.
+        dropout: Position of the dropout probability of an op that is random only through it, else None.
+        restrides: Whether it reads a storage beyond its argument's own elements.
+        pin: Why no call of the op may be replayed, or the empty string.
+    """
+
+    __slots__ = ("batch_norm", "dropout", "name", "pin", "restrides", "twin", "view", "writes", "written")
+
+    def __init__(self, func: OpOverload) -> None:
+        schema = func._schema
+        self.name = str(func)
+        self.batch_norm = "batch_norm" in schema.name and set(_RUNNING_STATS) <= {a.name for a in schema.arguments}
+        mutable = schema.is_mutable and not self.batch_norm
+        self.written = tuple(
+            i for i, a in enumerate(schema.arguments) if mutable and a.alias_info is not None and a.alias_info.is_write
+        )
+        self.writes = tuple(
+            (i, a.name)
+            for i, a in enumerate(schema.arguments)
+            if i in self.written or (self.batch_norm and a.name in _RUNNING_STATS)
+        )
+        self.view = not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
+        self.twin = _out_of_place(func) if mutable else func
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        self.dropout = _position(func, "dropout_p") if random else None
+        self.restrides = "as_strided" in schema.name
+        self.pin = self._pin(schema.name, random)
+
+    def _pin(self, full_name: str, random: bool) -> str:
+        namespace, name = full_name.split("::")
+        if namespace in _COLLECTIVE:
+            return "collective"
+        if name in _UNINITIALISED:
+            return "uninitialised memory"
+        if name in _RESIZING:
+            return "another storage"
+        if random and self.dropout is None:
+            return "random"
+        return "" if self.twin is not None else "in-place without a functional twin"
+
+
+_TRAITS: dict[int, OpTraits] = {}
+
+
+def traits(func: OpOverload) -> OpTraits:
+    """The op's traits. Ops live as long as the program, so their identity is the key."""
+    found = _TRAITS.get(id(func))
+    if found is None:
+        found = _TRAITS[id(func)] = OpTraits(func)
+    return found
+
+
+def _out_of_place(func: OpOverload) -> OpOverload | None:
+    namespace, name = func._schema.name.split("::")
+    if not name.endswith("_"):
+        return None
+    packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
+    return getattr(packet, func._overloadname, None) if packet is not None else None
+
+
+def pin_reason_of_call(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Why this call may not be replayed, or the empty string."""
+    op = traits(func)
+    if op.dropout is not None and not op.pin:
+        return "random" if _argument(func, "dropout_p", args, kwargs, 0.0) else ""
+    if op.restrides and args[0].nbytes != args[0].untyped_storage().nbytes():
+        return "reads its storage beyond its argument"
+    return op.pin
+
+
+@cache
+def pin_reason_of_types(types: tuple[type, ...]) -> str:
+    """Why a call on these tensor types may not be replayed: a subclass may hide collectives or other effects."""
+    foreign = sorted(t.__name__ for t in set(types) - _OWN_TYPES)
+    return f"tensor subclass {foreign[0]}" if foreign else ""
+
+
+def overwritten(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors whose contents a call changes: in place, as ``out=``, or as BatchNorm's running statistics."""
+    op = traits(func)
+    if op.batch_norm and not _trains(func, args, kwargs):
+        return []
+    found: list[Tensor] = []
+    for position, name in op.writes:
+        arg = args[position] if position < len(args) else kwargs.get(name)
+        found.extend(t for t in (arg if isinstance(arg, (list, tuple)) else (arg,)) if isinstance(t, Tensor))
+    return found
+
+
+def _position(func: OpOverload, name: str) -> int | None:
+    return next((i for i, a in enumerate(func._schema.arguments) if a.name == name), None)
+
+
+def _argument(func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], default: Any) -> Any:
+    position = _position(func, name)
+    if position is not None and position < len(args):
+        return args[position]
+    return kwargs.get(name, default)
+
+
+def without_running_stats(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """The call's arguments with a dtype in the place of each running statistic that training mode only writes.
+
+    A replay must not update them a second time, and their values at that time are gone.
+    """
+    if not _trains(func, args, kwargs):
+        return args
+    drop = {_position(func, name) for name in _RUNNING_STATS}
+    return tuple(a.dtype if i in drop and a is not None else a for i, a in enumerate(args))
+
+
+def _trains(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    training = _argument(func, "training", args, kwargs, None)
+    return bool(_argument(func, "train", args, kwargs, True) if training is None else training)
+
+
+@cache
+def _needs_running_stats(func: OpOverload) -> bool:
+    kinds = {a.name: str(a.type) for a in func._schema.arguments}
+    return not kinds["running_mean"].startswith("Optional")
+
+
+def call_again(func: OpOverload, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an op for its outputs alone: no write to its inputs, no second update of running statistics."""
+    op = traits(func)
+    if op.batch_norm:
+        return func(*_throwaway_stats(func, args), **kwargs)
+    twin = op.twin
+    assert twin is not None, f"{func} was captured although it cannot be replayed"
+    return twin(*args, **kwargs)
+
+
+def _throwaway_stats(func: OpOverload, args: list[Any]) -> list[Any]:
+    first = _position(func, "running_mean")
+    assert first is not None
+    if not isinstance(args[first], torch.dtype):
+        return args
+    stats: list[Tensor | None] = [None, None]
+    if _needs_running_stats(func):
+        stats = [args[0].new_zeros(args[0].shape[1], dtype=dtype) for dtype in args[first : first + 2]]
+    return [*args[:first], *stats, *args[first + 2 :]]

@@ -1,0 +1,227 @@
+"""A plan: what happens to each saved value between its forward and its backward use."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from ctdr_lightning.errors import CheckpointError
+from ctdr_lightning.files import write_text
+from ctdr_lightning.memory.documents import parse_document, read_record
+from ctdr_lightning.memory.trace import Trace
+from ctdr_lightning.units import format_bytes, format_seconds
+
+PLAN_VERSION = 1
+KINDS = ("keep", "recompute", "offload", "compress")
+STAYS = {"kept", "no", "awaited", "needed"}
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What happens to one value.
+
+    Attributes:
+        kind: ``"keep"``, ``"recompute"``, ``"offload"`` or ``"compress"``.
+        cache: Recompute only: hold the value after its first replay for its next use (speed-centric), or make it again
+            each
+            time (memory-centric).
+        holder: Where an offloaded or compressed value waits.
+    """
+
+    kind: str
+    cache: bool = True
+    holder: str = ""
+
+
+KEEP = Action("keep")
+RECOMPUTE = Action("recompute")
+RECOMPUTE_EACH = Action("recompute", cache=False)
+Actions = Mapping[int, Action]
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptLine:
+    """What the tape does at one forward op.
+
+    Attributes:
+        op: Name of the op that is expected.
+        shape: Shape of its first output, to notice a step that differs.
+        replay: Whether its outputs are dropped and made again by running it once more.
+        stays: For each output of a replayed op: ``"kept"`` (held from the start), or whether it stays once replayed:
+            ``"no"``,
+            ``"awaited"`` (for as long as autograd awaits it) or ``"needed"`` (for as long as any replay may read it).
+    """
+
+    op: str
+    shape: tuple[int, ...]
+    replay: bool = False
+    stays: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One value's action with what it is worth, for people."""
+
+    value: int
+    module: str
+    op: str
+    n_bytes: int
+    seconds: float
+    action: Action
+
+    def sentence(self) -> str:
+        """The decision in one sentence."""
+        where, size = f"{self.module} ({self.op.split('.')[1]})", format_bytes(self.n_bytes)
+        if self.action.kind == "keep":
+            return f"{where}: kept, holds {size} and saves {format_seconds(self.seconds)} of recomputation"
+        if self.action.kind == "recompute":
+            again = "" if self.action.cache else ", each time it is used"
+            return f"{where}: recomputed, frees {size} for {format_seconds(self.seconds)}{again}"
+        return f"{where}: {self.action.kind} to {self.action.holder}, frees {size}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An action for every saved value of a trace, with what it is predicted to cost.
+
+    Attributes:
+        policy: Name of the policy that made it.
+        decisions: One entry a saved value, and one for each unsaved value that is held.
+        script: One line a forward op: what the tape does.
+        budget_bytes: The budget it was made for; None where there was none.
+        peak_bytes: Predicted peak of the step, weights and gradients included.
+        seconds: Predicted time of the step.
+        recompute_seconds: How much of it is recomputation.
+        bound_seconds: No plan for this budget can be faster; 0 where no bound was computed.
+        exact: Whether the step's results are bit-identical to the plain step's.
+    """
+
+    policy: str
+    decisions: tuple[Decision, ...]
+    script: tuple[ScriptLine, ...]
+    budget_bytes: int | None = None
+    peak_bytes: int = 0
+    seconds: float = 0.0
+    recompute_seconds: float = 0.0
+    bound_seconds: float = 0.0
+    exact: bool = True
+
+    @property
+    def actions(self) -> dict[int, Action]:
+        """From value id to action."""
+        return {d.value: d.action for d in self.decisions}
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing is dropped, so that nothing need be installed."""
+        return not any(line.replay for line in self.script)
+
+    @property
+    def gap(self) -> float:
+        """By which share the plan may be slower than the best: 0.03 is 3 %; infinite where no bound is known."""
+        return self.seconds / self.bound_seconds - 1 if self.bound_seconds else float("inf")
+
+    def explain(self) -> str:
+        """The plan in words: a summary, then one sentence a decision, the largest first."""
+        budget = f", budget {format_bytes(self.budget_bytes)}" if self.budget_bytes else ""
+        gap = f", at most {self.gap:.1%} above the best possible" if self.bound_seconds else ""
+        head = (
+            f"Policy {self.policy}: predicted peak {format_bytes(self.peak_bytes)}{budget}; predicted step "
+            f"{format_seconds(self.seconds)}, of it {format_seconds(self.recompute_seconds)} recomputation{gap}."
+        )
+        order = sorted(self.decisions, key=lambda d: -d.n_bytes)
+        return "\n".join([head, *(d.sentence() for d in order)])
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Write the plan as versioned JSON, one decision a line; returns the text.
+
+        Args:
+            path: File to write; it is complete or absent, never half-written.
+        """
+        head = {k: v for k, v in asdict(replace(self, decisions=(), script=())).items() if v != ()}
+        lines = [json.dumps({"kind": "plan", "version": PLAN_VERSION, **head})[:-1]]
+        for name, rows in (("decisions", self.decisions), ("script", self.script)):
+            body = ",\n".join(json.dumps(asdict(row)) for row in rows)
+            lines.append(f'"{name}": [\n{body}\n]')
+        text = ",\n".join(lines) + "}\n"
+        if path is not None:
+            write_text(path, text)
+        return text
+
+    @classmethod
+    def from_json(cls, source: str | Path) -> Plan:
+        """Read a plan from JSON text or a file.
+
+        Raises:
+            CheckpointError: When the text is no plan of this version.
+        """
+        data = parse_document(source, "plan", PLAN_VERSION)
+        try:
+            plan = read_record(cls, {k: v for k, v in data.items() if k not in ("kind", "version")})
+            plan._check()
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+            raise CheckpointError(f"This plan is damaged: {error!r}.", "Make the plan again.") from error
+        return plan
+
+    def _check(self) -> None:
+        """Raise where an action or a script line means nothing."""
+        for decision in self.decisions:
+            if decision.action.kind not in KINDS:
+                raise ValueError(f"action {decision.action.kind!r}")
+        for line in self.script:
+            if not set(line.stays) <= STAYS:
+                raise ValueError(f"stays {line.stays!r}")
+        self.explain()
+
+
+def action_of(trace: Trace, actions: Actions, value: int) -> Action:
+    """A value's action: as given, else keep for what autograd saved and recompute for what it did not.
+
+    Values that may not be recomputed are kept whatever is asked; those that are written over cannot be held.
+    """
+    if value not in trace.droppable:
+        return KEEP
+    given = actions.get(value)
+    if given is not None:
+        return RECOMPUTE if given.kind == "keep" and value in trace.fleeting else given
+    return KEEP if trace.values[value].saves else RECOMPUTE
+
+
+def dropped_values(trace: Trace, actions: Actions) -> set[int]:
+    """Every value that a plan makes again: what it drops, and what is needed on the way back to what it keeps."""
+    stack = [v for v in trace.saved if action_of(trace, actions, v).kind == "recompute"]
+    found: set[int] = set()
+    while stack:
+        value = stack.pop()
+        if value in found or action_of(trace, actions, value).kind != "recompute":
+            continue
+        found.add(value)
+        stack.extend(trace.ops[trace.values[value].op].inputs)
+    return found
+
+
+def write_script(trace: Trace, actions: Actions) -> tuple[ScriptLine, ...]:
+    """What the tape does at each forward op so that exactly the plan's values are dropped."""
+    dropped = dropped_values(trace, actions)
+    lines = []
+    for index in trace.forward_ops:
+        op = trace.ops[index]
+        first = op.outputs[0] if op.outputs else -1
+        shape = trace.values[first].shape if first >= 0 and trace.values[first].op == index else ()
+        if dropped.isdisjoint(op.outputs):
+            lines.append(ScriptLine(op.name, shape))
+        else:
+            lines.append(ScriptLine(op.name, shape, True, tuple(_stays(trace, actions, v) for v in op.outputs)))
+    return tuple(lines)
+
+
+def _stays(trace: Trace, actions: Actions, value: int) -> str:
+    if value < 0:
+        return "no"
+    if action_of(trace, actions, value).kind != "recompute":
+        return "kept"
+    if trace.values[value].saves:
+        return "awaited" if action_of(trace, actions, value).cache else "no"
+    return "needed" if value in actions and actions[value].cache else "no"

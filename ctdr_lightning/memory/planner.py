@@ -1,0 +1,107 @@
+"""From a trace and a budget to a plan: the policy chooses, the simulator judges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from ctdr_lightning.errors import InfeasibleBudgetError
+from ctdr_lightning.memory.bounds import lower_bound_seconds
+from ctdr_lightning.memory.infeasible import infeasible
+from ctdr_lightning.memory.plan import Actions, Decision, Plan, action_of, write_script
+from ctdr_lightning.memory.policies import POLICIES, Budget
+from ctdr_lightning.memory.simulate import Simulator
+from ctdr_lightning.memory.trace import Trace
+from ctdr_lightning.units import parse_bytes
+
+
+def plan(
+    trace: Trace,
+    budget: int | float | str | Budget | None = None,
+    policy: str | Callable[[Trace, Budget], Actions] = "auto",
+    *,
+    static_bytes: int = 0,
+) -> Plan:
+    """Make a plan for a step.
+
+    Args:
+        trace: The recorded step.
+        budget: Largest true peak of the step: bytes, a string such as ``"8GiB"``, or a fraction of the device's memory;
+            None leaves the peak to the policy. A :class:`Budget` may limit the seconds instead.
+        policy: Name of a registered policy, or a callable from a trace and a budget to actions.
+        static_bytes: Memory besides the trace's that is there all along: optimizer state, other gradients.
+
+    Returns:
+        The plan, with its predicted peak and seconds.
+
+    Raises:
+        ConfigError: When the budget or the policy's name cannot be read.
+        InfeasibleBudgetError: When the policy's best plan does not fit; it names the least peak, what sets it, and the
+            nearest remedy.
+    """
+    limits = resolve_budget(budget, trace.device, static_bytes)
+    chosen = POLICIES[policy] if isinstance(policy, str) else policy
+    name = policy if isinstance(policy, str) else getattr(policy, "__name__", "custom")
+    try:
+        made = make_plan(trace, chosen(trace, limits), name, limits, static_bytes)
+    except InfeasibleBudgetError as error:
+        if limits.peak_bytes is None:
+            raise
+        raise _infeasible(trace, limits, static_bytes, name, error.least_peak_bytes + static_bytes) from error
+    if limits.peak_bytes is not None and made.peak_bytes > limits.peak_bytes + static_bytes:
+        raise _infeasible(trace, limits, static_bytes, name, made.peak_bytes)
+    limit = limits.peak_bytes if limits.peak_bytes is not None else made.peak_bytes - static_bytes
+    return replace(made, bound_seconds=lower_bound_seconds(trace, limit))
+
+
+def _infeasible(
+    trace: Trace, limits: Budget, static_bytes: int, policy: str, least_bytes: int
+) -> InfeasibleBudgetError:
+    """The error, with the plan of the default policy, which looks at every other's, to compare with."""
+    assert limits.peak_bytes is not None
+    best = make_plan(trace, POLICIES["auto"](trace, limits), "auto", limits, static_bytes)
+    return infeasible(trace, best, limits.peak_bytes + static_bytes, policy, least_bytes)
+
+
+def resolve_budget(budget: int | float | str | Budget | None, device: str, static_bytes: int = 0) -> Budget:
+    """Read a budget; what is there all along is taken off its bytes."""
+    if isinstance(budget, Budget):
+        return budget
+    if budget is None:
+        return Budget()
+    total = torch.cuda.mem_get_info()[1] if device == "cuda" and torch.cuda.is_available() else None
+    return Budget(peak_bytes=max(parse_bytes(budget, total_bytes=total) - static_bytes, 1))
+
+
+def make_plan(trace: Trace, actions: Actions, policy: str, budget: Budget | None = None, static_bytes: int = 0) -> Plan:
+    """Write actions down as a plan, with what the simulator predicts of them."""
+    simulator = Simulator(trace, actions)
+    timeline = simulator.timeline()
+    limit = budget.peak_bytes + static_bytes if budget is not None and budget.peak_bytes is not None else None
+    return Plan(
+        policy=policy,
+        decisions=_decisions(trace, actions),
+        script=write_script(trace, actions),
+        budget_bytes=limit,
+        peak_bytes=timeline.peak_bytes + static_bytes,
+        seconds=timeline.seconds,
+        recompute_seconds=timeline.recompute_seconds,
+    )
+
+
+def _decisions(trace: Trace, actions: Actions) -> tuple[Decision, ...]:
+    named = [v for v in range(len(trace.values)) if trace.values[v].op >= 0]
+    chosen = [v for v in named if trace.values[v].saves or (v in actions and v in trace.droppable)]
+    return tuple(
+        Decision(
+            value=v,
+            module=trace.module_of(v),
+            op=trace.ops[trace.values[v].op].name,
+            n_bytes=trace.value_bytes(v),
+            seconds=trace.ops[trace.values[v].op].seconds,
+            action=action_of(trace, actions, v),
+        )
+        for v in chosen
+    )

@@ -1,0 +1,126 @@
+"""Checkmate, by mixed integer programming.
+
+Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization", MLSys 2020, arXiv 1910.02653.
+
+Reproduced: the optimum over all tensors by mixed integer programming, with the paper's R (runs again in a stage), S (is
+    held from stage to stage) and U (bytes) and its constraints; the paper's program itself, op by op and with FREE, is
+    in ``tableau`` for plain graphs.
+Modelled: ops are grouped to stages, as a program of one stage an op (a million rows for ResNet-50) takes hours: the
+    forward is one stage, and the backward is divided where bytes are scarce (see ``staged``). Bytes between the ends of
+    stages are judged by the simulator; where it finds too many, a stage is divided there or its limit lowered, and the
+    program is solved again. While no such cut was needed the solution is the optimum of the tape.
+Left out: running ops again in the forward. Where the time limit does not suffice the relaxation is rounded, as in the
+    paper's approximation, and the result then depends on the machine's speed.
+
+Complexity: exponential at worst; a second for nets of 100 ops, some for those of 300.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+
+from ctdr_lightning.memory.choose import choose
+from ctdr_lightning.memory.plan import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action, Actions
+from ctdr_lightning.memory.policies.registry import POLICIES, Budget
+from ctdr_lightning.memory.simulate import Simulator
+from ctdr_lightning.memory.staged import StagedProgram, choose_ticks, lives_of
+from ctdr_lightning.memory.trace import Trace
+
+FIRST_TICKS = 3
+GAP = 0.01  # of the seconds that are recomputed
+SMALL_EXCESS, STEP = 0.02, 0.003  # of the bytes above the weights
+THRESHOLDS = (0.2, 0.4, 0.5, 0.6, 0.8)
+N_ROUNDS = 12
+N_HALVINGS = 6
+
+
+@POLICIES.register("checkmate")
+def checkmate(trace: Trace, budget: Budget) -> Actions:
+    """Solve a mixed integer program for the fastest plan whose peak fits.
+
+    With a limit on seconds alone, the lowest of a few peaks whose plan is fast enough; with no limit, keep everything.
+    """
+    plain = Simulator(trace).bytes_at().copy()
+    peak_bytes = int(plain.max(initial=trace.resident_bytes))
+    if budget.peak_bytes is not None and budget.peak_bytes < peak_bytes:
+        stop_s = time.perf_counter() + budget.time_limit_s
+        found = list(_plans(trace, plain, budget.peak_bytes, stop_s))
+        return choose(trace, found or [dict.fromkeys(trace.saved, RECOMPUTE)], budget, "checkmate")
+    if budget.seconds is None:
+        return {}
+    candidates: list[Actions] = [{}]
+    low, high = trace.resident_bytes, peak_bytes
+    for _ in range(N_HALVINGS):
+        middle = (low + high) // 2
+        found = list(_plans(trace, plain, middle, time.perf_counter() + budget.time_limit_s / N_HALVINGS))
+        fits = any(_fits(trace, actions, middle, budget.seconds) for actions in found)
+        low, high = (low, middle) if fits else (middle, high)
+        candidates += found
+    return choose(trace, candidates, budget, "checkmate")
+
+
+def _fits(trace: Trace, actions: Actions, peak_bytes: int, seconds: float) -> bool:
+    simulator = Simulator(trace, actions)
+    return simulator.peak_bytes <= peak_bytes and simulator.seconds <= seconds
+
+
+def _plans(trace: Trace, plain: np.ndarray, peak_bytes: int, stop_s: float) -> Iterator[Actions]:
+    """Solve, simulate, limit bytes where too many were found, until a plan fits: in shares, then in whole numbers."""
+    lives = lives_of(trace)
+    for whole in (False, True):
+        margins = dict.fromkeys(choose_ticks(trace, plain, peak_bytes, FIRST_TICKS), 0)
+        for _ in range(N_ROUNDS):
+            staged = StagedProgram(trace, sorted(margins), peak_bytes, lives, margins)
+            found = _solutions(staged, whole, stop_s)
+            yield from found
+            live = min((Simulator(trace, actions).bytes_at() for actions in found), key=np.max, default=None)
+            if live is None or live.max() <= peak_bytes or time.perf_counter() > stop_s:
+                break
+            _tighten(trace, margins, live, peak_bytes)
+
+
+def _solutions(staged: StagedProgram, whole: bool, stop_s: float) -> list[dict[int, Action]]:
+    if whole:
+        solution = staged.program.solve(stop_s - time.perf_counter(), GAP)
+        return [] if solution is None else [_actions(staged, solution.values, 0.5)]
+    solution = staged.program.relax()
+    return [] if solution is None else [_actions(staged, solution.values, t) for t in THRESHOLDS]
+
+
+def _tighten(trace: Trace, margins: dict[int, int], live: np.ndarray, peak_bytes: int) -> None:
+    """Lower all limits by a small excess; else limit bytes at the worst op too, or lower the limit there."""
+    excess = int(live.max()) - peak_bytes
+    room = peak_bytes - trace.resident_bytes
+    ticks = sorted(op.tick for op in trace.ops)
+    worst = ticks[min(bisect_left(ticks, int(live.argmax())), len(ticks) - 1)]
+    if excess <= SMALL_EXCESS * room:
+        lower = excess + int(STEP * room)
+        margins.update({tick: margin + lower for tick, margin in margins.items()})
+    else:
+        margins[worst] = margins[worst] + excess if worst in margins else 0
+
+
+def _actions(staged: StagedProgram, numbers: np.ndarray, threshold: float) -> dict[int, Action]:
+    """What the tape is to do so that the values of a solution are held and its ops run again."""
+    trace = staged.trace
+    held = {key for key, variable in staged.present.items() if numbers[variable] > threshold}
+    again = Counter(op for (_, op), variable in staged.runs.items() if numbers[variable] > 1 - threshold)
+    readers = Counter(source for op in again for source in set(trace.ops[op].inputs))
+    stages: dict[int, list[int]] = {v: [] for op in again for v in trace.ops[op].outputs if v >= 0}
+    for stage, value in sorted(staged.present):
+        stages.setdefault(value, []).append(stage)
+    actions = {}
+    for value, where in stages.items():
+        runs = again[trace.values[value].op]
+        if not runs and where and (where[0], value) in held:
+            actions[value] = KEEP
+        elif trace.values[value].saves and where:
+            actions[value] = RECOMPUTE_EACH if runs > 1 else RECOMPUTE
+        elif runs == 1 and (readers[value] > 1 or any((stage, value) in held for stage in where)):
+            actions[value] = RECOMPUTE
+    return actions

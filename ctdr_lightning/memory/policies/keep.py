@@ -1,0 +1,13 @@
+"""Keep everything: plain autograd, the baseline of every other policy. Complexity O(1)."""
+
+from __future__ import annotations
+
+from ctdr_lightning.memory.plan import Actions
+from ctdr_lightning.memory.policies.registry import POLICIES, Budget
+from ctdr_lightning.memory.trace import Trace
+
+
+@POLICIES.register("keep")
+def keep(trace: Trace, budget: Budget) -> Actions:
+    """Drop nothing."""
+    return {}

@@ -1,0 +1,48 @@
+"""Selective recomputation: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models".
+
+MLSys 2023, arXiv 2205.05198; the choice of modules as in Megatron-LM's ``recompute_modules``.
+
+Reproduced: outputs of layers with weights and the residual stream are kept; what attention's core makes (products of
+    activations, softmax), the only part whose size grows with the square of the sequence, is recomputed; on the next
+    level also what norms and activation functions make.
+Modelled: the parts are found by the kinds of their ops, not by module names, so that any model can be planned.
+Left out: sequence and tensor parallelism, the paper's other half.
+
+Complexity O(n).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ctdr_lightning.memory.choose import choose
+from ctdr_lightning.memory.opkinds import is_attention_core, is_cheap, is_weighted
+from ctdr_lightning.memory.plan import KEEP, RECOMPUTE, Actions
+from ctdr_lightning.memory.policies.registry import POLICIES, Budget
+from ctdr_lightning.memory.trace import OpRecord, Trace
+
+
+@POLICIES.register("megatron")
+def megatron(trace: Trace, budget: Budget) -> Actions:
+    """Recompute nothing, attention's core, or that and the outputs of norms and activation functions.
+
+    Raises:
+        InfeasibleBudgetError: When none of the three fits.
+    """
+    made = {v for v, record in enumerate(trace.values) if record.op >= 0}
+    levels: tuple[Callable[[OpRecord], bool], ...] = (
+        lambda op: False,
+        is_attention_core,
+        lambda op: is_attention_core(op) or (is_cheap(op) and len(made.intersection(op.inputs)) == 1),
+    )
+    return choose(trace, (recompute_outputs(trace, level) for level in levels), budget, "megatron")
+
+
+def recompute_outputs(trace: Trace, chosen: Callable[[OpRecord], bool]) -> Actions:
+    """Recompute what the chosen ops make; hold the outputs of the others, so that no replay goes beyond them."""
+    makers = {v: trace.ops[trace.values[v].op] for v in trace.droppable}
+    recomputed = {v: RECOMPUTE for v, op in makers.items() if trace.values[v].saves and chosen(op)}
+    if not recomputed:
+        return {}
+    held = {v: KEEP for v, op in makers.items() if not trace.values[v].saves and is_weighted(op) and not chosen(op)}
+    return {**held, **recomputed}

@@ -1,0 +1,89 @@
+"""Cost-aware recomputation: Wang et al., "SuperNeurons: Dynamic GPU Memory Management for Training Deep Networks".
+
+PPoPP 2018, arXiv 1801.04380.
+
+Reproduced: liveness (in the trace: nothing is held longer than someone needs it); outputs of layers with weights are
+    checkpoints, what the cheap layers between them make is dropped; each such segment is recomputed speed-centric
+    (once, all of it kept until its backward is done) where its memory cost is within max l_i, the largest working set
+    of a single layer, else memory-centric (again for each use), so that no segment sets the peak.
+Modelled: l_i is what one backward op reads and writes.
+Left out: the unified tensor pool (offload of the checkpoints) and the choice of convolution algorithms.
+
+Complexity O(n).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+
+from ctdr_lightning.memory.choose import choose
+from ctdr_lightning.memory.effects import layout_of
+from ctdr_lightning.memory.opkinds import is_cheap
+from ctdr_lightning.memory.plan import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action, Actions
+from ctdr_lightning.memory.policies.registry import POLICIES, Budget
+from ctdr_lightning.memory.trace import Trace
+
+
+@POLICIES.register("superneurons")
+def superneurons(trace: Trace, budget: Budget) -> Actions:
+    """Recompute what cheap layers make, each segment the fast way where that does not set the peak.
+
+    Raises:
+        InfeasibleBudgetError: When neither plain autograd nor the cost-aware plan fits, nor the one that recomputes
+            every segment for each use.
+    """
+    segments = cheap_segments(trace)
+    limit = largest_working_set(trace)
+    cost_aware = (RECOMPUTE if memory_cost(trace, s) <= limit else RECOMPUTE_EACH for s in segments)
+    plans: tuple[Actions, ...] = (
+        {},
+        spread(trace, segments, cost_aware),
+        spread(trace, segments, (RECOMPUTE_EACH for _ in segments)),
+    )
+    return choose(trace, plans, budget, "superneurons")
+
+
+def cheap_segments(trace: Trace) -> list[list[int]]:
+    """The values between checkpoints: what cheap ops make, connected through the ops that make them."""
+    near = layout_of(trace).near
+    left = {v for v in trace.droppable if is_cheap(trace.ops[trace.values[v].op])}
+    segments = []
+    for first in sorted(left):
+        if first not in left:
+            continue
+        left.discard(first)
+        segment = [first]
+        for value in segment:
+            found = [v for v in near[value] if v in left]
+            left.difference_update(found)
+            segment += found
+        segments.append(segment)
+    return segments
+
+
+def working_set(trace: Trace, op: int) -> int:
+    """Bytes that one op reads and writes, its workspace included: l_i."""
+    record = trace.ops[op]
+    touched = {trace.values[v].storage for v in (*record.inputs, *record.outputs) if v >= 0}
+    return sum(trace.storages[s].n_bytes for s in touched if trace.storages[s].born >= 0) + record.temp_bytes
+
+
+def largest_working_set(trace: Trace) -> int:
+    """The largest l_i: below it no plan can go without splitting an op."""
+    return max((working_set(trace, i) for i in range(len(trace.ops))), default=0)
+
+
+def memory_cost(trace: Trace, segment: Iterable[int]) -> int:
+    """Bytes that are live when a segment was recomputed as a whole and its backward begins: its values, and l_i."""
+    saved = [v for v in segment if trace.values[v].saves]
+    asked = min((tick for v in saved for save in trace.values[v].saves for tick in save.unpacked), default=0)
+    first = bisect_right(trace.ops, asked, key=lambda op: op.tick)
+    return sum(trace.value_bytes(v) for v in saved) + (working_set(trace, first) if first < len(trace.ops) else 0)
+
+
+def spread(trace: Trace, segments: Iterable[list[int]], actions: Iterable[Action]) -> Actions:
+    """One action for each segment; checkpoints that autograd does not save are held."""
+    inside = {v: a for s, a in zip(segments, actions, strict=False) for v in s}
+    held = {v: KEEP for v in trace.droppable if v not in inside and not trace.values[v].saves}
+    return {**held, **{v: a for v, a in inside.items() if trace.values[v].saves}}

@@ -1,0 +1,169 @@
+"""The tape: carries out a plan in eager PyTorch, one tensor at a time.
+
+During the forward a dispatch mode sees every aten op below autograd and autocast. Where the plan says so it captures
+the call, and autograd saves a handle that can run it again instead of the tensor. Where the step differs from the plan
+(another op, another shape) the tape goes on without it: everything later is held, and ``diverged`` says where. Results
+never depend on the plan, only memory and time do.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ctdr_lightning.memory.clock import CpuClock
+from ctdr_lightning.memory.modules import ModulePaths
+from ctdr_lightning.memory.online import Evictor, Online
+from ctdr_lightning.memory.pins import pin_reason_of_types, traits
+from ctdr_lightning.memory.plan import Plan, ScriptLine
+from ctdr_lightning.memory.replay import hold_for_views, unpack
+from ctdr_lightning.memory.table import ValueTable
+from ctdr_lightning.memory.values import Handle, Held
+
+_CLOCK = CpuClock()
+_in_backward = torch._C._current_graph_task_id
+
+
+class _Line:
+    """One script line, with the op itself once it was seen, and whether the op needs nothing of the tape."""
+
+    __slots__ = ("func", "name", "plain", "replay", "shape", "stays")
+
+    def __init__(self, line: ScriptLine) -> None:
+        self.name, self.shape, self.replay, self.stays = line.op, line.shape, line.replay, line.stays
+        self.func: OpOverload | None = None
+        self.plain = False
+
+
+class Tape(TorchDispatchMode):
+    """Carry out a plan around the forward of a step; the backward may run inside or after the ``with`` block.
+
+    A plan that keeps everything installs nothing.
+
+    Args:
+        plan: What to drop, made for this step by ``plan(record(step), ...)``.
+        evictor: Keeps a step that differs from the plan under a budget; without one, what is not planned is held.
+
+    Attributes:
+        diverged: Where the step differed from the plan, in words; empty where it did not.
+
+    Example:
+        >>> from ctdr_lightning.memory import Tape, plan, record
+        >>> net, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), torch.ones(2, 4)
+        >>> p = plan(record(lambda: net(x).sum()), policy="sqrt")
+        >>> with Tape(p):
+        ...     loss = net(x).sum()
+        >>> loss.backward()
+    """
+
+    def __init__(self, plan: Plan, evictor: Evictor | None = None) -> None:
+        super().__init__()
+        self.plan = plan
+        self.evictor = evictor
+        self.diverged = ""
+        self._lines = [_Line(line) for line in plan.script]
+        self._table = ValueTable()
+        self._online = Online(evictor, self._table) if evictor is not None else None
+        self._paths = ModulePaths()
+        self._index = 0
+        self._hooks: saved_tensors_hooks | None = None
+
+    def __enter__(self) -> Tape:
+        self._index, self.diverged = 0, ""
+        if not self.plan.keeps_all:
+            self._hooks = saved_tensors_hooks(self._pack, unpack if self.evictor is None else self._unpack_online)
+            self._hooks.__enter__()
+            if self.evictor is not None:
+                self.evictor.__enter__()
+                self._paths.__enter__()
+            super().__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._hooks is None:
+            return
+        super().__exit__(kind, error, tb)
+        if self.evictor is not None:
+            self._paths.__exit__(kind, error, tb)
+            self.evictor.__exit__(kind, error, tb)
+        self._hooks.__exit__(kind, error, tb)
+        self._hooks = None
+        self._table.clear()
+        if kind is None and not self.diverged and any(line.replay for line in self._lines[self._index :]):
+            self.diverged = f"the step ended after {self._index} of {len(self._lines)} ops"
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if kwargs is None:
+            kwargs = {}
+        if _in_backward() != -1:
+            return func(*args, **kwargs)
+        index = self._index
+        self._index = index + 1
+        if self.diverged or not self._expected(func, index):
+            if self._online is not None and not (types and pin_reason_of_types(tuple(types))):
+                self._table.unit = self._paths.unit
+                return self._online.call(func, index, args, kwargs, _CLOCK)[0]
+            return self._unplanned(func, args, kwargs)
+        line = self._lines[index]
+        out = func(*args, **kwargs) if line.plain else self._planned(line, index, args, kwargs)
+        if self.evictor is not None:
+            self.evictor.track(out)
+        return out
+
+    def _planned(self, line: _Line, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        func = line.func
+        assert func is not None
+        node = self._table.capture(func, index, args, kwargs) if line.replay else None
+        if node is None:
+            return self._unplanned(func, args, kwargs)
+        if traits(func).writes:
+            self._table.overwrites(func, args, kwargs)
+        out = func(*args, **kwargs)
+        for value, stay in zip(self._table.bind(node, out), line.stays, strict=False):
+            value.cache, value.hold = stay == "awaited", stay == "needed"
+            if stay == "kept":
+                self._table.hold(value)
+        first = out[0] if type(out) in (tuple, list) else out
+        if line.shape and first.shape != line.shape:
+            self.diverged = f"op {index} ({line.name}) made {tuple(first.shape)}, the plan expects {line.shape}"
+        return out
+
+    def _expected(self, func: OpOverload, index: int) -> bool:
+        if index < len(self._lines):
+            line = self._lines[index]
+            if line.func is func:
+                return True
+            if line.name == traits(func).name:
+                line.func, line.plain = func, not line.replay and not traits(func).writes
+                return True
+            wanted = line.name
+        else:
+            wanted = "the end"
+        self.diverged = f"op {index} is {traits(func).name}, the plan expects {wanted}"
+        return False
+
+    def _unplanned(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if traits(func).writes:
+            self._table.overwrites(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _unpack_online(self, handle: Handle | Held) -> Tensor:
+        assert self.evictor is not None
+        return self.evictor.fetch(handle.value) if self.diverged and type(handle) is Handle else unpack(handle)
+
+    def _pack(self, tensor: Tensor) -> Handle | Held:
+        if self.diverged and self._online is not None:
+            return Handle(self._online.pack(tensor))
+        value = self._table.find(tensor)
+        if value is None:
+            return Held(tensor)
+        hold_for_views(value)
+        return Handle(value)

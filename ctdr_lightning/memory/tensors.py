@@ -1,0 +1,67 @@
+"""What the engine asks of a tensor: its version, its storage, a second object on the same contents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_disable_dispatch = torch._C._DisableTorchDispatch
+_share_version = torch._C._SetExcludeDispatchKeyGuard
+_ADINPLACE = torch._C.DispatchKey.ADInplaceOrView
+
+
+def version_of(tensor: Tensor) -> int:
+    """The tensor's in-place version; -1 where none is tracked."""
+    try:
+        return tensor._version
+    except RuntimeError:  # an inference tensor
+        return -1
+
+
+def wants_grad_itself(tensor: Tensor) -> bool:
+    """Whether the tensor is a leaf that requires grad.
+
+    Views are never asked: after a write in place, that alone gives a view a new ``grad_fn``, whose turn in the backward
+    is earlier than it would have been, and gradients are summed up in another order.
+    """
+    return tensor.requires_grad and not tensor._is_view() and tensor.is_leaf
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The tensor's storage; None where its layout (sparse, say) has none."""
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def tensors_in(args: Any) -> Iterator[Tensor]:
+    """The tensors among the arguments of an aten call."""
+    for arg in args:
+        if isinstance(arg, Tensor):
+            yield arg
+        elif type(arg) in (list, tuple):
+            yield from (a for a in arg if isinstance(a, Tensor))
+
+
+def alias_of(tensor: Tensor) -> Tensor:
+    """A detached tensor object on the same storage and version counter, so that writes in place are noticed."""
+    if type(tensor) in _PLAIN:
+        with _disable_dispatch():
+            return tensor.detach() if _in_autograd() else _detach_sharing_version(tensor)
+    with _disable_current_modes():  # subclasses (fake tensors, DTensor) bring their own dispatch
+        return tensor.detach()
+
+
+def _in_autograd() -> bool:
+    return not torch._C._dispatch_tls_is_dispatch_key_excluded(_ADINPLACE)
+
+
+def _detach_sharing_version(tensor: Tensor) -> Tensor:
+    with _share_version(_ADINPLACE, False):
+        return tensor.detach()

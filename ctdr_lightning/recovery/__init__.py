@@ -1,0 +1,7 @@
+"""Recovery: BatchNorm re-estimation, fine-tuning phases, distillation, stages and rollback."""
+
+from __future__ import annotations
+
+from ctdr_lightning.recovery.schedule import Distillation, Phase, Recovery
+
+__all__ = ["Distillation", "Phase", "Recovery"]

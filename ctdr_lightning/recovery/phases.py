@@ -1,0 +1,123 @@
+"""Fine-tuning phases: which parameters train, and by how much the learning rate is scaled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ctdr_lightning.decompose.layers import FactorizedLayer
+from ctdr_lightning.decompose.surgery import walk
+from ctdr_lightning.errors import ConfigError
+from ctdr_lightning.recovery.batchnorm import tracked
+
+
+def chosen_parameters(module: nn.Module, train: str | Sequence[str]) -> set[str]:
+    """Names of the parameters a phase trains.
+
+    Args:
+        module: Any module.
+        train: ``"all"``, ``"factors"``, ``"batchnorm"``, or name patterns.
+
+    Raises:
+        ConfigError: When a word or pattern means no parameter.
+    """
+    names = [name for name, _ in module.named_parameters()]
+    chosen: set[str] = set()
+    for word in [train] if isinstance(train, str) else train:
+        found = _meant(module, word, names)
+        if not found:
+            raise ConfigError(
+                f"phase.train: {word!r} means no parameter.",
+                f"Parameters: {', '.join(names[:6])} ({len(names)} in all).",
+            )
+        chosen |= found
+    return chosen
+
+
+def _meant(module: nn.Module, word: str, names: list[str]) -> set[str]:
+    if word == "all":
+        return set(names)
+    if word == "factors":
+        owners = [name for name, layer in walk(module) if isinstance(layer, FactorizedLayer)]
+    elif word == "batchnorm":
+        owners = list(tracked(module))
+    else:
+        return {name for name in names if fnmatchcase(name, word)}
+    return {name for name in names if any(name.startswith(f"{owner}.") for owner in owners)}
+
+
+class Freezer:
+    """Freezes what a phase does not train; what the user froze stays frozen."""
+
+    def __init__(self) -> None:
+        self._frozen: list[nn.Parameter] = []
+
+    def freeze(self, module: nn.Module, train: str | Sequence[str]) -> bool:
+        """Freeze all but the chosen parameters; returns whether any parameter changed."""
+        before = {id(parameter) for parameter in self._frozen}
+        self.thaw()
+        chosen = chosen_parameters(module, train)
+        for name, parameter in module.named_parameters():
+            if name not in chosen and parameter.requires_grad:
+                parameter.requires_grad_(False)
+                parameter.grad = None
+                self._frozen.append(parameter)
+        return before != {id(parameter) for parameter in self._frozen}
+
+    def thaw(self) -> bool:
+        """Let everything train again that this object froze; returns whether that was anything."""
+        frozen, self._frozen = self._frozen, []
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        return bool(frozen)
+
+
+class RateScaler:
+    """Scales learning rates during optimizer steps only: schedulers, logs and checkpoints see the model's own."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+        self.warmup_steps = 0
+        self.steps = 0
+        self._handles: list[Any] = []
+        self._own: list[tuple[dict[str, Any], Any]] = []
+
+    @property
+    def factor(self) -> float:
+        """What the next step's learning rate is multiplied by."""
+        rise = min(1.0, (self.steps + 1) / self.warmup_steps) if self.warmup_steps else 1.0
+        return self.scale * rise
+
+    def attach(self, optimizers: Iterable[Optimizer]) -> None:
+        """Follow these optimizers, and no longer any others."""
+        self.release()
+        for optimizer in optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(self._before))
+            self._handles.append(optimizer.register_step_post_hook(self._after))
+
+    def release(self) -> None:
+        """Follow none; learning rates are the model's own."""
+        self._restore()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+        self._restore()  # a step that raised has left its scaled rates
+        if self.factor == 1.0:
+            return
+        for group in optimizer.param_groups:
+            self._own.append((group, group["lr"]))
+            group["lr"] = group["lr"] * self.factor
+
+    def _after(self, *_: Any) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        for group, rate in self._own:
+            group["lr"] = rate
+        self._own = []

@@ -1,0 +1,1 @@
+"""What the callback does to a running Trainer, by public interfaces only."""

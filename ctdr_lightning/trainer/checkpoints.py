@@ -1,0 +1,67 @@
+"""Checkpoints that are complete or absent, read as tensors and primitives only, and refused with a reason."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from typing_extensions import override
+
+from ctdr_lightning import files
+from ctdr_lightning.errors import CheckpointError
+
+
+class CompleteFileIO(TorchCheckpointIO):
+    """Writes a checkpoint beside its place and moves it there in one step.
+
+    Lightning writes to the system's temporary folder and moves from there; where that is another file system the move
+    is a copy, and a process killed during it leaves half a file under the final name.
+    """
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        """Save to a local path completely or not at all; other paths as Lightning does.
+
+        Args:
+            checkpoint: What to save.
+            path: Where to.
+            storage_options: Not supported, as in Lightning.
+        """
+        if storage_options is not None or not _is_local(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        buffer = io.BytesIO()
+        torch.save(checkpoint, buffer)
+        files.write_bytes(path, buffer.getvalue())
+
+    @override
+    def load_checkpoint(self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None) -> Any:
+        """Load, and say what is wrong with a file that cannot be.
+
+        Raises:
+            CheckpointError: When it is truncated, corrupt, or holds more than tensors and primitives.
+        """
+        try:
+            return super().load_checkpoint(path, map_location, weights_only=weights_only is not False)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"checkpoint {str(path)!r} does not exist.", "Check the path.") from error
+        except Exception as error:  # torch.load raises whatever the damaged bytes lead to
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise CheckpointError(
+                f"checkpoint {str(path)!r} cannot be read: {first}",
+                "It is truncated, corrupt, or holds more than tensors and primitives.",
+            ) from error
+
+
+def _is_local(path: str | Path) -> bool:
+    return urlparse(str(path)).scheme in ("", "file") and "://" not in str(path)
+
+
+def write_complete_files(strategy: Any) -> None:
+    """Give a strategy `CompleteFileIO` where it has Lightning's own; a user's plugin stays."""
+    if type(getattr(strategy, "checkpoint_io", None)).__name__ == "TorchCheckpointIO":
+        strategy.checkpoint_io = CompleteFileIO()

@@ -1,0 +1,49 @@
+"""Facts about LightningModules of either package, ``lightning`` or ``pytorch_lightning``."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from ctdr_lightning.trainer.structure import match_structure
+
+M = TypeVar("M")
+_BASES = ("lightning.", "pytorch_lightning.")
+
+
+def overrides(module: object, name: str) -> bool:
+    """Whether the user's class defines a hook, rather than Lightning's base classes alone."""
+    owner = next((kind for kind in type(module).__mro__ if name in vars(kind)), None)
+    return owner is not None and not owner.__module__.startswith(_BASES)
+
+
+def is_compiled(module: object) -> bool:
+    """Whether ``torch.compile`` was called on the whole LightningModule, its step included."""
+    return hasattr(vars(module).get("training_step"), "_torchdynamo_orig_callable")
+
+
+def load_from_checkpoint(kind: type[M], path: Any, **options: Any) -> M:
+    """``kind.load_from_checkpoint`` for a checkpoint of a decomposed model.
+
+    Args:
+        kind: A LightningModule class that builds the dense model.
+        path: The checkpoint.
+        options: As for ``LightningModule.load_from_checkpoint``; hyperparameters included.
+
+    Returns:
+        The module, its layers factorized as they are in the checkpoint.
+
+    Raises:
+        CheckpointError: When the checkpoint holds factors that fit no layer.
+
+    Example:
+        ``model = load_from_checkpoint(MyModule, "last.ckpt")``
+    """
+
+    def on_load_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
+        match_structure(self, checkpoint["state_dict"])
+        kind.on_load_checkpoint(self, checkpoint)  # type: ignore[attr-defined]
+
+    own: Any = type(kind.__name__, (kind,), {"on_load_checkpoint": on_load_checkpoint})
+    module = own.load_from_checkpoint(path, **options)
+    module.__class__ = kind
+    return module

@@ -1,0 +1,100 @@
+"""A copy of the module whose steps leave no trace in logs, metrics, optimizers or weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from itertools import islice
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+
+from ctdr_lightning.trainer.modules import overrides
+
+_SILENT = ("log", "log_dict", "manual_backward", "toggle_optimizer", "untoggle_optimizer", "clip_gradients", "print")
+
+
+class _StillOptimizer:
+    """Stands in for an optimizer and does nothing."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.param_groups = optimizer.param_groups
+
+    def step(self, closure: Any = None, **_: Any) -> Any:
+        """Run the closure, if any; change nothing."""
+        return closure() if closure is not None else None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Change nothing."""
+
+    def toggle_model(self, sync_grad: bool = True) -> Any:
+        """Change nothing."""
+        return _nothing()
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+class _StillScheduler:
+    def step(self, *_: Any, **__: Any) -> None:
+        """Change nothing."""
+
+
+def rehearse(module: LightningModule, trainer: Any) -> LightningModule:
+    """Copy a module such that its ``training_step`` can be called for its forward alone.
+
+    Args:
+        module: Attached to ``trainer``; not changed.
+        trainer: The running trainer, which the copy's step may read.
+    """
+    copy: Any = deepcopy(module)
+    copy.trainer = trainer
+    for name in _SILENT:
+        vars(copy)[name] = _ignore
+    stills = [_StillOptimizer(optimizer) for optimizer in trainer.optimizers]
+    one = stills[0] if len(stills) == 1 else stills
+    vars(copy)["optimizers"] = lambda use_pl_optimizer=True: one
+    schedulers = [_StillScheduler() for _ in trainer.lr_scheduler_configs]
+    few = None if not schedulers else schedulers[0] if len(schedulers) == 1 else schedulers
+    vars(copy)["lr_schedulers"] = lambda: few
+    return copy.train()
+
+
+def _ignore(*_: Any, **__: Any) -> None:
+    return None
+
+
+def run_step(module: LightningModule, trainer: Any, batch: Any, batch_idx: int) -> Any:
+    """Call ``training_step`` on a batch as the loop would, precision included."""
+    step: Any = module.training_step
+    takes_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
+    with trainer.precision_plugin.train_step_context():
+        return step(batch, batch_idx) if takes_index else step(batch)
+
+
+def training_batches(trainer: Any, module: LightningModule, count: int) -> Iterator[Any]:
+    """Draw batches from the training data, on the device and in the precision that a step would get.
+
+    Args:
+        trainer: Past ``fit_loop.setup_data``.
+        module: Its batch transfer hooks are used.
+        count: How many at most.
+    """
+    loader = CombinedLoader(trainer.train_dataloader, "max_size_cycle")
+    hooks: Any = trainer.datamodule
+    if hooks is None or not overrides(hooks, "on_before_batch_transfer"):
+        hooks = module
+    for batch, _, _ in islice(iter(loader), count):
+        ready = hooks.on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), 0)
+        yield trainer.strategy.batch_to_device(ready, dataloader_idx=0)
+
+
+def mean_over_ranks(trainer: Any, tensor: Tensor) -> Tensor:
+    """Average a tensor over ranks."""
+    return trainer.strategy.reduce(tensor.clone(), reduce_op="mean") if trainer.world_size > 1 else tensor

@@ -1,0 +1,133 @@
+"""Which strategies work, why the others do not, and what a change of the model's parameters takes in each.
+
+Classes are told apart by name, so that ``pytorch_lightning`` and ``lightning`` are served alike.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from ctdr_lightning.errors import ConfigError
+from ctdr_lightning.trainer.modules import is_compiled
+
+_TESTED = ("SingleDeviceStrategy", "DDPStrategy")
+_SHARDED = "ModelParallelStrategy"
+_REFUSED = {
+    "DeepSpeedStrategy": "DeepSpeed builds its engine around the first set of parameters",
+    "FSDPStrategy": "FSDP1 flattens parameters before the callback can plan; it cannot be tested without GPUs",
+    "XLAFSDPStrategy": "XLA compiles the step, so that no tensor can be dropped from outside",
+    "XLAStrategy": "XLA compiles the step, so that no tensor can be dropped from outside",
+    "SingleDeviceXLAStrategy": "XLA compiles the step, so that no tensor can be dropped from outside",
+}  # fmt: skip
+_BEFORE = ("WeightAveraging", "StochasticWeightAveraging")
+
+
+def _classes(thing: object) -> list[str]:
+    return [kind.__name__ for kind in type(thing).__mro__]
+
+
+def is_sharded(strategy: Any) -> bool:
+    """Whether parameters are sharded (FSDP2, tensor parallel) by ``configure_model``."""
+    return _SHARDED in _classes(strategy)
+
+
+def check_strategy(strategy: Any, *, cuts: bool, changes: bool, allow_untested: bool) -> None:
+    """Refuse a strategy under which the run would fail or be wrong.
+
+    Args:
+        strategy: The trainer's strategy.
+        cuts: Whether layers are to be decomposed by the callback.
+        changes: Whether parameters change, freeze or are copied while training runs.
+        allow_untested: Go on, with a warning, where nothing is known to be wrong for sure.
+
+    Raises:
+        ConfigError: Naming the strategy, the reason and what to use instead.
+    """
+    names = _classes(strategy)
+    if is_sharded(strategy):
+        return _check_sharded(cuts, changes)
+    reason = next((why for name, why in _REFUSED.items() if name in names), None)
+    if reason is None and any(name in names for name in _TESTED):
+        return None
+    reason = reason or "it is not among the tested ones"
+    if not allow_untested:
+        raise ConfigError(
+            f"strategy {names[0]} is not supported: {reason}.",
+            "Use a single device, ddp, or ModelParallelStrategy; CTDRCallback(allow_untested=True) tries it anyway.",
+        )
+    rank_zero_warn(f"CTDR is not tested with {names[0]}: {reason}. You asked for it by allow_untested=True.")
+    return None
+
+
+def _check_sharded(cuts: bool, changes: bool) -> None:
+    if cuts:
+        raise ConfigError(
+            "rank is given under ModelParallelStrategy, which shards layers before the callback could decompose them.",
+            "Call ctdr_lightning.decompose(self, ...) in configure_model, before fully_shard; here rank=None.",
+        )
+    if changes:
+        raise ConfigError(
+            "recovery is given under ModelParallelStrategy, where sharded parameters cannot be copied or exchanged.",
+            "Leave recovery out and set the learning rate in configure_optimizers.",
+        )
+
+
+def check_callbacks(trainer: Any, callback: Any, *, staged: bool) -> None:
+    """Refuse an order of callbacks in which an averaged model would be copied before its layers change.
+
+    Raises:
+        ConfigError: Naming the callback and the fix.
+    """
+    position = trainer.callbacks.index(callback)
+    for index, other in enumerate(trainer.callbacks):
+        if not any(name in _classes(other) for name in _BEFORE):
+            continue
+        name = type(other).__name__
+        if staged:
+            raise ConfigError(
+                f"staged recovery changes layers while {name} averages the old ones.",
+                f"Use one-shot recovery (no layers_per_stage, no cut_epochs), or leave {name} out.",
+            )
+        if index < position:
+            raise ConfigError(
+                f"{name} stands before CTDRCallback and would copy the model before it is decomposed.",
+                f"Write callbacks=[CTDRCallback(...), {name}(...)].",
+            )
+
+
+def check_compiled(module: object, *, plans: bool, distills: Any) -> None:
+    """Say what cannot be done for a module whose whole step is compiled.
+
+    Args:
+        module: The LightningModule.
+        plans: Whether memory is to be planned; the user is warned that it is not.
+        distills: Whether a teacher is to be listened to.
+
+    Raises:
+        ConfigError: When a teacher is, whose term would have to enter the compiled step.
+    """
+    if not is_compiled(module):
+        return
+    if distills:
+        raise ConfigError(
+            "recovery.distill is given for a module whose training_step is compiled.",
+            "Compile a submodule instead (module.net.compile()), or leave distill out.",
+        )
+    if plans:
+        rank_zero_warn(
+            "CTDR: the module is compiled, so torch's partitioner decides what is kept; memory_budget and policy"
+            " are not used. Compile a submodule, or set torch._functorch.config.activation_memory_budget."
+        )
+
+
+def rewrap(trainer: Any) -> None:
+    """Let DDP look at the parameters anew, after layers or ``requires_grad`` changed; nothing elsewhere."""
+    strategy = trainer.strategy
+    if not hasattr(strategy, "configure_ddp") or strategy.model is strategy.lightning_module:
+        return
+    strategy.model = strategy.lightning_module
+    gc.collect()  # the old wrapper's reducer sits in a cycle and would go on answering to gradients
+    strategy.configure_ddp()

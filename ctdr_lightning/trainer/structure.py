@@ -1,0 +1,35 @@
+"""The model's layers as data: which are factorized, set as a state dict has them, before its weights load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from ctdr_lightning.decompose.layers import FactorizedLayer
+from ctdr_lightning.decompose.surgery import replace_everywhere, walk
+from ctdr_lightning.restore import rebuild_from_state_dict
+
+
+def match_structure(module: nn.Module, state_dict: Mapping[str, Any], prefix: str = "", *_: Any) -> None:
+    """Make a module's layers factorized or dense as they are in a state dict. A load-state-dict pre-hook.
+
+    Args:
+        module: Changed in place.
+        state_dict: Names and tensors.
+        prefix: What the module's own names start with in ``state_dict``.
+
+    Raises:
+        CheckpointError: When the state dict holds factors that fit no layer.
+    """
+    factorized = {name: layer for name, layer in walk(module) if isinstance(layer, FactorizedLayer)}
+    dense: dict[nn.Module, nn.Module]
+    dense = {layer: layer.to_dense() for name, layer in factorized.items() if f"{prefix}{name}.weight" in state_dict}
+    replace_everywhere(module, dense)
+    rebuild_from_state_dict(module, state_dict, prefix)
+
+
+def factorized_names(module: nn.Module) -> set[str]:
+    """Names of the factorized layers."""
+    return {name for name, layer in walk(module) if isinstance(layer, FactorizedLayer)}

@@ -1,0 +1,141 @@
+"""Decides once which layers are cut and how, the same on every rank, and cuts them stage by stage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+from torch import nn
+
+from ctdr_lightning.decompose import Report, decompose
+from ctdr_lightning.decompose.report import LayerReport
+from ctdr_lightning.errors import CheckpointError, ConfigError
+from ctdr_lightning.recovery.progress import split
+from ctdr_lightning.recovery.schedule import Recovery
+
+Plan = dict[str, Any]
+Decision = tuple[tuple[str, str] | None, Plan | None, list[list[str]]]
+
+
+class Surgeon:
+    """The decomposition of one model.
+
+    Args:
+        options: ``rank``, ``method`` and ``select`` for `decompose`; None where nothing is decomposed.
+        plan: A plan to follow instead.
+        recovery: Says into how many stages the layers are split.
+    """
+
+    def __init__(self, options: Mapping[str, Any] | None, plan: Plan | None, recovery: Recovery | None) -> None:
+        self._options = options
+        self._given = plan
+        self._recovery = recovery
+        self.plan: Plan | None = None
+        self.report: Report | None = None
+        self.parameters_before = 0
+        self.stages: list[list[str]] = []
+
+    @property
+    def cuts(self) -> bool:
+        """Whether layers are decomposed at all."""
+        return self._options is not None or self._given is not None
+
+    def decide(self, model: nn.Module, strategy: Any) -> None:
+        """Choose ranks on rank 0, tell the others, and split the layers into stages.
+
+        One-shot decomposition is carried out on rank 0 on the way; otherwise the model is left as it is.
+
+        Args:
+            model: Dense; its weights are read.
+            strategy: Broadcasts the outcome.
+
+        Raises:
+            ConfigError: On every rank alike, when the arguments do not fit the model.
+        """
+        if not self.cuts or self.plan is not None:
+            return
+        self.parameters_before = sum(parameter.numel() for parameter in model.parameters())
+        found: Any = self._decide_here(model) if strategy.is_global_zero else None
+        problem, self.plan, self.stages = strategy.broadcast(found)
+        if problem is not None:
+            raise ConfigError(*problem)
+
+    def check(self) -> None:
+        """Require that something is decomposed; after a checkpoint, if any, was read.
+
+        Ranks that depend on the weights find nothing in a fresh model that is about to be loaded.
+
+        Raises:
+            ConfigError: When no layer is, with each layer's reason.
+        """
+        if not self.cuts or self.plan is not None:
+            return
+        reasons = "; ".join(dict.fromkeys(row.reason for row in self.report.layers)) if self.report is not None else ""
+        raise ConfigError(
+            f"nothing is decomposed: {reasons or 'see rank 0'}.",
+            "Lower rank=, widen select=, or use CTDRCallback(rank=None) for memory planning alone.",
+        )
+
+    def _decide_here(self, model: nn.Module) -> Decision:
+        staged = self._recovery is not None and self._recovery.staged
+        options = {"plan": self._given} if self._given is not None else dict(self._options or {})
+        try:
+            report = decompose(deepcopy(model) if staged else model, **options)
+        except ConfigError as error:
+            return (error.problem, error.hint), None, []
+        self.report = report
+        if not report.factorized:
+            return None, None, []
+        order = sorted(report.factorized, key=_tolerance)
+        return None, report.to_plan(), split([row.name for row in order], self._recovery)
+
+    def cut(self, model: nn.Module, stage: int) -> None:
+        """Cut every layer of the stages before ``stage``; those cut already stay as they are.
+
+        Args:
+            model: Changed in place.
+            stage: Stages to have been cut afterwards.
+        """
+        if self.plan is None:
+            return
+        names = {name for names in self.stages[:stage] for name in names}
+        layers = {name: entry for name, entry in self.plan["layers"].items() if name in names}
+        decompose(model, plan={"version": self.plan["version"], "layers": layers}, progress=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plan and stages as primitives."""
+        return {"plan": self.plan, "stages": self.stages, "parameters_before": self.parameters_before}
+
+    def load(self, state: Any, model_names: set[str] | None = None) -> None:
+        """Take plan and stages from a checkpoint.
+
+        Raises:
+            CheckpointError: When they are malformed, or the model's factorized layers are not among the plan's.
+        """
+        plan, stages = _read_state(state)
+        strange = (model_names or set()) - {name for names in stages for name in names}
+        if strange:
+            raise CheckpointError(
+                f"checkpoint: layer {sorted(strange)[0]!r} is factorized, but its plan does not say so.",
+                "The checkpoint was altered; use an earlier one.",
+            )
+        self.plan, self.stages = plan, stages
+        counted = state.get("parameters_before")
+        self.parameters_before = counted if isinstance(counted, int) else self.parameters_before
+
+
+def _tolerance(row: LayerReport) -> float:
+    return math.inf if math.isnan(row.relative_error) else row.relative_error
+
+
+def _read_state(state: Any) -> tuple[Plan | None, list[list[str]]]:
+    plan = state.get("plan") if isinstance(state, Mapping) else state
+    stages = state.get("stages") if isinstance(state, Mapping) else None
+    good = isinstance(stages, list) and all(isinstance(s, list) and all(isinstance(n, str) for n in s) for s in stages)
+    if not good or not (plan is None or (isinstance(plan, dict) and isinstance(plan.get("layers"), dict))):
+        raise CheckpointError(
+            "The checkpoint's decomposition plan is damaged.", "Use an earlier one, or restore(model, path)."
+        )
+    return plan, stages or []

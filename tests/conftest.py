@@ -1,0 +1,50 @@
+"""Shared fixtures: one thread, fixed seeds, and torchvision made importable beside a CPU torch."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+# What torchvision registers kernels for in Python; its compiled half defines them, but wants the CUDA build of torch.
+_OPERATORS = """
+nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor
+qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor
+roi_align(Tensor input, Tensor rois, float scale, SymInt h, SymInt w, int ratio, bool aligned) -> Tensor
+qroi_align(Tensor input, Tensor rois, float scale, SymInt h, SymInt w, int ratio, bool aligned) -> Tensor
+_roi_align_backward(Tensor grad, Tensor rois, float scale, SymInt[] sizes, int ratio, bool aligned) -> Tensor
+ps_roi_align(Tensor input, Tensor rois, float scale, SymInt h, SymInt w, int ratio) -> (Tensor, Tensor)
+_ps_roi_align_backward(Tensor grad, Tensor rois, Tensor mapping, float scale, SymInt[] sizes, int ratio) -> Tensor
+roi_pool(Tensor input, Tensor rois, float scale, SymInt h, SymInt w) -> (Tensor, Tensor)
+_roi_pool_backward(Tensor grad, Tensor rois, Tensor argmax, float scale, SymInt[] sizes) -> Tensor
+ps_roi_pool(Tensor input, Tensor rois, float scale, SymInt h, SymInt w) -> (Tensor, Tensor)
+_ps_roi_pool_backward(Tensor grad, Tensor rois, Tensor mapping, float scale, SymInt[] sizes) -> Tensor
+deform_conv2d(Tensor input, Tensor weight, Tensor offset, Tensor mask, Tensor bias, SymInt[] options) -> Tensor
+_deform_conv2d_backward(Tensor grad, Tensor[] inputs, SymInt[] options) -> (Tensor, Tensor, Tensor, Tensor, Tensor)
+"""
+
+
+def _define_torchvision_operators() -> torch.library.Library | None:
+    """Define the operators where torchvision is installed and its compiled half does not load."""
+    found = find_spec("torchvision")
+    if found is None or found.origin is None:
+        return None
+    try:
+        for compiled in Path(found.origin).parent.glob("_C*.so"):
+            torch.ops.load_library(compiled)
+    except OSError:
+        library = torch.library.Library("torchvision", "DEF")
+        for schema in _OPERATORS.strip().splitlines():
+            library.define(schema)
+        return library
+    return None
+
+
+_TORCHVISION = _define_torchvision_operators()
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)

@@ -1,0 +1,56 @@
+"""Counts what a step may leave behind, with the garbage collector switched off."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+
+from ctdr_lightning.memory.values import Handle, Held, Node, Value
+
+ENGINE = (Value, Node, Handle, Held)
+
+
+def engine_objects() -> Counter[str]:
+    """The engine's objects that are alive, by class."""
+    return Counter(type(o).__name__ for o in gc.get_objects() if issubclass(type(o), ENGINE))
+
+
+def tensor_bytes() -> int:
+    """Bytes of all storages that some Python tensor holds."""
+    storages = {}
+    for o in gc.get_objects():
+        if type(o) in (torch.Tensor, torch.nn.Parameter):
+            storages[o.untyped_storage()._cdata] = o.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def left_behind(step: Callable[[], object], times: int = 5) -> tuple[Counter[str], int]:
+    """What ``times`` steps leave behind, without the collector's help: engine objects, and tensors' bytes.
+
+    The first step may leave what every step leaves (gradients), so it is not counted.
+    """
+    gc.collect()
+    gc.disable()
+    gc.freeze()  # what was there before is not looked at again and again
+    try:
+        step()
+        objects, n_bytes = engine_objects(), tensor_bytes()
+        for _ in range(times):
+            step()
+        return engine_objects() - objects, tensor_bytes() - n_bytes
+    finally:
+        gc.unfreeze()
+        gc.enable()
+
+
+def assert_nothing_is_installed() -> None:
+    """No dispatch mode, no saved-tensor hooks, no module hooks, gradients and autograd on."""
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert not torch.nn.modules.module._global_forward_hooks
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+    assert torch.is_grad_enabled()
+    assert not torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradCPU)

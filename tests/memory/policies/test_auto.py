@@ -1,0 +1,115 @@
+"""The default policy: no worse than any other at any budget, monotone, deterministic, near the best that is known."""
+
+import pytest
+
+from ctdr_lightning.errors import InfeasibleBudgetError
+from ctdr_lightning.memory import POLICIES, Budget, Trace, plan, simulate
+from ctdr_lightning.memory.bounds import lower_bound_seconds
+from ctdr_lightning.memory.policies.auto import auto, frontier_of
+from tests.memory.graphs import GRAPHS, graph_trace
+from tests.memory.policies.test_conformance import CLOCKED, benched
+
+TRACES = {
+    **{name: lambda nodes=nodes: graph_trace(nodes) for name, nodes in GRAPHS.items()},
+    **{name: lambda name=name: benched(name)[2] for name in ("R", "T", "DenseNet-like", "no chain")},
+}
+SHARES = (0.95, 0.8, 0.65, 0.5, 0.4, 0.3)
+others = [name for name in POLICIES if name not in CLOCKED | {"auto", "keep"}]
+
+
+def at(trace, share):
+    return int(trace.resident_bytes + share * (simulate(trace).peak_bytes - trace.resident_bytes))
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_it_is_no_worse_than_any_other(name):
+    trace = TRACES[name]()
+    for share in SHARES:
+        budget = Budget(peak_bytes=at(trace, share))
+        mine = simulate(trace, auto(trace, budget))
+        for policy in others:
+            try:
+                other = simulate(trace, POLICIES[policy](trace, budget))
+            except InfeasibleBudgetError:
+                continue
+            if other.peak_bytes <= budget.peak_bytes:
+                assert mine.peak_bytes <= budget.peak_bytes
+                assert mine.seconds <= other.seconds
+            elif mine.peak_bytes > budget.peak_bytes:
+                assert mine.peak_bytes <= other.peak_bytes
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_less_memory_never_takes_less_time(name):
+    trace = TRACES[name]()
+    before = 0.0
+    for percent in range(100, 20, -3):
+        budget = at(trace, percent / 100)
+        found = simulate(trace, auto(trace, Budget(peak_bytes=budget)))
+        if found.peak_bytes > budget:
+            break
+        assert found.seconds >= before
+        before = found.seconds
+    assert before >= trace.seconds
+
+
+@pytest.mark.parametrize("name", ["residual", "u-net", "R", "T"])
+def test_it_is_near_the_optimum(name):
+    """Within 3 % of Checkmate's plan wherever that is found; on nets within 1 % of the bound, where there is slack."""
+    trace = TRACES[name]()
+    for share in (0.8, 0.6):
+        budget = Budget(peak_bytes=at(trace, share), time_limit_s=2.0)
+        try:
+            exact = simulate(trace, POLICIES["checkmate"](trace, budget))
+        except InfeasibleBudgetError:
+            continue
+        found = simulate(trace, auto(trace, Budget(peak_bytes=budget.peak_bytes)))
+        assert found.peak_bytes <= budget.peak_bytes
+        assert found.seconds <= 1.03 * exact.seconds
+        if name in ("R", "T"):
+            assert found.seconds <= 1.01 * lower_bound_seconds(trace, budget.peak_bytes)
+
+
+def test_with_seconds_the_peak_is_made_small():
+    trace = benched("T")[2]
+    peaks = []
+    for slowdown in (1.0, 1.05, 1.1, 1.3):
+        found = simulate(trace, auto(trace, Budget(seconds=slowdown * trace.seconds)))
+        assert found.seconds <= slowdown * trace.seconds
+        peaks.append(found.peak_bytes)
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[-1] < 0.75 * peaks[0]
+    least = simulate(trace, auto(trace, Budget(peak_bytes=peaks[-1])))
+    assert least.seconds <= 1.3 * trace.seconds
+
+
+def test_without_a_budget_everything_is_kept():
+    assert auto(benched("T")[2], Budget()) == {}
+
+
+def test_what_does_not_fit_gives_the_least_peak():
+    trace = benched("no chain")[2]
+    closest = simulate(trace, auto(trace, Budget(peak_bytes=trace.resident_bytes + 1)))
+    with pytest.raises(InfeasibleBudgetError, match="least peak") as found:
+        plan(trace, trace.resident_bytes + 1)
+    assert found.value.least_peak_bytes == closest.peak_bytes
+
+
+def test_a_frontier_is_searched_once_and_forgotten_with_its_trace():
+    trace = Trace.from_json(benched("no chain")[2].to_json())
+    first = frontier_of(trace, Budget(peak_bytes=1 << 40))
+    assert frontier_of(trace, Budget(seconds=trace.seconds)) is first
+    assert frontier_of(trace, Budget(peak_bytes=1 << 40, seed=1)) is not first
+
+
+def test_a_third_party_policy_is_looked_at_too(monkeypatch):
+    trace = graph_trace(GRAPHS["residual"])
+    asked = []
+
+    def mine(trace, budget):
+        asked.append(budget)
+        raise InfeasibleBudgetError("nothing")
+
+    monkeypatch.setitem(POLICIES._entries, "mine", mine)
+    auto(trace, Budget(peak_bytes=at(trace, 0.5)))
+    assert asked == [Budget(peak_bytes=at(trace, 0.5))]

@@ -1,0 +1,116 @@
+"""Two gloo ranks: under FSDP2, DDP and tensor parallelism a plan leaves what the plain step leaves, on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.memory.harness import Bench, check, everything_dropped, planned
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.wide, self.narrow = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, width),
+        )
+
+    def forward(self, x):
+        return x + F.dropout(self.narrow(F.gelu(self.wide(self.norm(x)))), 0.1, self.training)
+
+
+class Net(nn.Module):
+    """Residual blocks, an old output used again much later, a nested block, and layers of the root's own."""
+
+    def __init__(self, norm: type[nn.Module], width: int = 16) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(8, width), norm(width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(3)])
+        self.outer = nn.Sequential(nn.Linear(width, width), Block(width), nn.Tanh())
+        self.last = nn.Linear(width, 4)
+
+    def forward(self, x):
+        start = self.norm(self.first(x)).relu_()
+        hidden = early = self.blocks[0](start)
+        for block in self.blocks[1:]:
+            hidden = block(hidden).tanh()
+        hidden = self.outer(hidden * early.sigmoid())
+        return self.last(hidden.exp())
+
+
+def _sharded(norm: type[nn.Module], **options) -> nn.Module:
+    net = Net(norm)
+    for unit in (*net.blocks, net.outer[1], net.outer):
+        fully_shard(unit, **options)
+    return fully_shard(net, **options)
+
+
+def _step(net: nn.Module) -> torch.Tensor:
+    inputs = torch.randn(6, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+    return net(inputs).float().square().mean()
+
+
+def _check_fsdp() -> None:
+    half = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for norm, options in ((nn.BatchNorm1d, {}), (nn.LayerNorm, {"mp_policy": half})):
+        torch.manual_seed(0)
+        bench = Bench(_sharded(norm, **options).train(), _step)
+        check(bench, seeds=4)
+        trace = bench.record()
+        crossing = [v for v in trace.values if v.pin == "crosses an FSDP unit"]
+        assert len(crossing) >= 7
+        assert not planned(trace, everything_dropped(trace)).keeps_all
+        assert all(isinstance(p, DTensor) for p in bench.model.parameters())
+
+
+def _check_ddp() -> None:
+    for options in ({}, {"gradient_as_bucket_view": True, "static_graph": True}):
+        torch.manual_seed(0)
+        bench = Bench(DistributedDataParallel(Net(nn.BatchNorm1d).train(), **options), _step)
+        for _ in range(3):  # the first steps settle the buckets: their ops differ
+            bench.run()
+        check(bench, seeds=4)
+
+
+def _check_tensor_parallel() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16), nn.Tanh(), Block(16)).train()
+    styles = {
+        "0": ColwiseParallel(),
+        "2": RowwiseParallel(),
+        "4.wide": ColwiseParallel(),
+        "4.narrow": RowwiseParallel(),
+    }
+    bench = Bench(parallelize_module(net, mesh, styles), lambda net: net(torch.ones(6, 8).cumsum(0)).square().mean())
+    check(bench, seeds=4)
+    trace = bench.record()
+    assert any(op.pin == "tensor subclass DTensor" for op in trace.ops)
+
+
+CHECKS = {"fsdp": _check_fsdp, "ddp": _check_ddp, "tensor parallel": _check_tensor_parallel}
+
+
+def _worker(rank: int, name: str, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    try:
+        CHECKS[name]()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_two_ranks(name: str, tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_worker, (name, str(tmp_path / "store")), nprocs=2)

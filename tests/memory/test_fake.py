@@ -1,0 +1,32 @@
+import pytest
+import torch
+
+from ctdr_lightning.memory import plan, record, record_fake, simulate
+from tests.memory.zoo import build
+
+STEPS = {
+    "resnet18": (torch.randn(2, 3, 64, 64), lambda net, x: net(x).square().mean()),
+    "vision_transformer": (torch.randn(2, 3, 32, 32), lambda net, x: net(x).square().mean()),
+    "gpt2": (torch.randint(3, 90, (2, 16)), lambda net, x: net(input_ids=x, labels=x).loss),
+    "gru": (torch.randn(3, 12, 8), lambda net, x: net(x)[0].square().mean()),
+}
+
+
+def made_by(trace, values):
+    return [trace.values[v].op for v in sorted(values)]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_fake_trace_is_the_real_one_without_the_work(name):
+    net, _ = build(name)
+    inputs, step = STEPS[name]
+    state = {k: v.clone() for k, v in net.state_dict().items()}
+    fake = record_fake(net, inputs, step)
+    assert all(p.grad is None for p in net.parameters())
+    assert all(torch.equal(v, state[k]) for k, v in net.state_dict().items())
+    real = record(lambda: step(net, inputs))
+    assert [op.name for op in fake.ops] == [op.name for op in real.ops]
+    assert made_by(fake, fake.saved) == made_by(real, real.saved)
+    for policy in ("keep", "sqrt"):
+        want = simulate(real, plan(real, policy=policy)).peak_bytes
+        assert simulate(fake, plan(fake, policy=policy)).peak_bytes == pytest.approx(want, rel=0.01)

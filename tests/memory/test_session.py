@@ -1,0 +1,216 @@
+import pytest
+import torch
+from torch import nn
+
+from ctdr_lightning.memory import RECOMPUTE, Session, Simulator, plan, signature_of
+from ctdr_lightning.memory.live import _trackers
+from ctdr_lightning.memory.session import PATIENCE
+from tests.memory.harness import Bench, everything_dropped, planned
+from tests.memory.leaks import assert_nothing_is_installed, left_behind
+
+
+def planner(trace):
+    return planned(trace, everything_dropped(trace))
+
+
+def make_net():
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(inplace=True), nn.Dropout(0.3), nn.Linear(16, 16), nn.Tanh(),
+    )  # fmt: skip
+
+
+def run(session, net, batch, way=None, *, meter=False):
+    """One step as a training loop runs it; the gradients, buffers and RNG state that it leaves."""
+    net.zero_grad(set_to_none=True)
+    session.begin(signature_of(batch, net), meter=meter)
+    loss = (way or (lambda x: net(x).square().mean()))(batch)
+    session.forward_done()
+    loss.backward()
+    session.end()
+    return [p.grad for p in net.parameters() if p.grad is not None] + [*net.buffers(), torch.get_rng_state()]
+
+
+class Idle:
+    """A session that does nothing."""
+
+    def begin(self, signature, meter=False):
+        pass
+
+    forward_done = end = lambda self: None
+
+
+def both(sessions, steps):
+    """What the same steps leave with each session."""
+    left = []
+    for session in sessions:
+        torch.manual_seed(0)
+        net = make_net()
+        left.append([[t.clone() for t in run(session, net, *step)] for step in steps])
+    return left
+
+
+@pytest.mark.parametrize("budget_bytes", [None, 3000])
+def test_first_measured_then_guided_always_exact(budget_bytes):
+    sizes = (6, 6, 6, 3, 6, 3, 3)
+    batches = [(torch.randn(n, 8),) for n in sizes]
+    session = Session(planner, budget_bytes=budget_bytes)
+    plain, guided = both([Idle(), session], batches)
+    for want, got in zip(plain, guided, strict=True):
+        assert all(map(torch.equal, want, got))
+    plans = [event for event in session.events if event.startswith("Policy")]
+    assert len(plans) == 2, "one a kind of step"
+    assert len(session.events) == 2
+    assert_nothing_is_installed()
+
+
+def test_a_step_is_recorded_first_and_then_runs_under_its_plan():
+    session, net, batch = Session(planner), make_net(), torch.randn(6, 8)
+    session.begin(signature_of(batch, net))
+    assert session.plan is None
+    assert torch._C._len_torch_dispatch_stack() == 1
+    session.abort()
+    run(session, net, batch)
+    assert session.trace is not None
+    assert session.plan is not None
+    session.begin(signature_of(batch, net))
+    assert torch._C._len_torch_dispatch_stack() == 1
+    net(batch)
+    session.forward_done()
+    assert_nothing_is_installed()
+    session.abort()
+
+
+def test_a_plan_that_keeps_everything_installs_nothing():
+    session, net, batch = Session(lambda trace: plan(trace, policy="keep")), make_net(), torch.randn(6, 8)
+    run(session, net, batch)
+    session.begin(signature_of(batch, net))
+    assert_nothing_is_installed()
+    session.end()
+
+
+def test_a_step_that_differs_is_exact_and_measured_anew():
+    net, batch = make_net(), torch.randn(6, 8)
+    session = Session(planner, budget_bytes=4000)
+    run(session, net, batch)
+    first = session.trace
+
+    def longer(x):
+        return (net(x).cos() + 1).log().square().mean()
+
+    bench = Bench(net, lambda net: longer(batch))
+    want = bench.run()
+    bench.reset()
+    run(session, net, batch, longer)
+    assert not bench._outcome(want.tensors["loss"]).differs_from(want)
+    assert "differed from its plan" in session.events[-1]
+    assert session.plan is None
+    run(session, net, batch, longer)
+    assert session.trace is not first
+    assert len(session.trace.ops) > len(first.ops)
+    assert session.plan is not None
+    run(session, net, batch, longer)
+    assert sum("differed" in event for event in session.events) == 1
+
+
+def test_patience_with_steps_that_always_differ():
+    net, batch = make_net(), torch.randn(6, 8)
+    session = Session(planner, budget_bytes=4000)
+    for i in range(4 * PATIENCE):
+        run(session, net, batch, (lambda x: net(x).cos().mean()) if i % 2 else None)
+    assert sum(event.startswith("Policy") for event in session.events) == PATIENCE + 1
+    assert session.plan is not None
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_abort_leaves_everything(steps_before):
+    net, batch = make_net(), torch.randn(6, 8)
+    session = Session(planner, budget_bytes=4000)
+
+    def fail():
+        session.begin(signature_of(batch, net), meter=True)
+        net(batch)
+        session.abort()
+
+    for _ in range(steps_before):
+        run(session, net, batch)
+    objects, n_bytes = left_behind(fail)
+    assert not objects
+    assert n_bytes == 0
+    assert_nothing_is_installed()
+    assert not _trackers
+    run(session, net, batch)
+    assert session.plan is not None
+
+
+def test_a_forgotten_step_is_aborted_by_the_next():
+    net, batch = make_net(), torch.randn(6, 8)
+    session = Session(planner)
+    session.begin(signature_of(batch, net))
+    net(batch)
+    run(session, net, batch)
+    assert_nothing_is_installed()
+
+
+def test_steps_leave_nothing_behind():
+    net, batch = make_net(), torch.randn(6, 8)
+    session = Session(planner, budget_bytes=4000)
+    objects, n_bytes = left_behind(lambda: run(session, net, batch))
+    assert not objects
+    assert n_bytes == 0
+
+
+def test_the_measured_peak_is_the_predicted_one():
+    net = nn.Sequential(*[m for _ in range(8) for m in (nn.Linear(32, 32), nn.Tanh())])
+    batch = torch.randn(128, 32)
+    session = Session(lambda trace: plan(trace, policy="sqrt"))
+    run(session, net, batch)
+    net.zero_grad(set_to_none=True)
+    run(session, net, batch, meter=True)
+    predicted = session.plan.peak_bytes - session.trace.resident_bytes
+    assert session.measured_peak_bytes == pytest.approx(predicted, rel=0.02)
+
+
+def test_replan_makes_all_plans_again():
+    net, session = make_net(), Session(planner)
+    for n in (6, 3):
+        run(session, net, torch.randn(n, 8))
+    session.replan(lambda trace: plan(trace, policy="keep"))
+    assert session.plan.keeps_all
+    session.begin(signature_of(torch.randn(6, 8), net))
+    assert session.plan.keeps_all
+    session.end()
+
+
+def test_an_infeasible_plan_leaves_nothing_installed():
+    net, batch = make_net(), torch.randn(6, 8)
+
+    def refuse(trace):
+        Simulator(trace, dict.fromkeys(trace.droppable, RECOMPUTE))
+        raise ValueError("nothing fits")
+
+    session = Session(refuse)
+    with pytest.raises(ValueError, match="nothing fits"):
+        run(session, net, batch)
+    assert_nothing_is_installed()
+
+
+def test_signatures():
+    net, x = make_net(), torch.randn(4, 8)
+    same = signature_of({"x": x, "n": 3}, net)
+    assert same == signature_of({"x": torch.zeros(4, 8), "n": 4}, net)
+    assert hash(same) == hash(signature_of({"x": x, "n": 3}, net))
+    others = [
+        signature_of({"x": x[:3], "n": 3}, net),
+        signature_of({"x": x.double(), "n": 3}, net),
+        signature_of({"y": x, "n": 3}, net),
+        signature_of({"x": x, "n": "3"}, net),
+        signature_of({"x": x, "n": 3}),
+    ]
+    with torch.no_grad():
+        others.append(signature_of({"x": x, "n": 3}, net))
+    net[1].eval()
+    others.append(signature_of({"x": x, "n": 3}, net))
+    net[1].train()
+    net[0].requires_grad_(False)
+    others.append(signature_of({"x": x, "n": 3}, net))
+    assert len({same, *others}) == len(others) + 1

@@ -1,0 +1,106 @@
+"""The recipe, run as a user runs it, on few batches."""
+
+import csv
+import subprocess
+import sys
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from ctdr_lightning.errors import CheckpointError
+from recipes.train import train
+from tests.recipes.test_configs import CONF
+
+QUIET = [
+    "trainer.accelerator=cpu",
+    "trainer.log_every_n_steps=1",
+    "+trainer.enable_progress_bar=false",
+    "+trainer.enable_model_summary=false",
+]
+TINY = [
+    "data.batch_size=32",
+    "data.image_size=8",
+    "model.net.widths=[8,16,16]",
+    "model.net.strides=[1,2,1]",
+    "+trainer.limit_train_batches=6",
+    *QUIET,
+]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Run the recipe in its own folder; returns the metrics."""
+
+    def call(folder, *overrides):
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            config = compose("train", [f"output_dir={tmp_path / folder}", *TINY, *overrides])
+        return train(config)
+
+    return call
+
+
+def test_trains_decomposes_tests_and_logs(run, tmp_path):
+    scores = run("run", "trainer.max_epochs=2", "ctdr.rank=0.4", "ctdr.policy=sqrt")
+    assert {"train/loss", "val/acc", "test/acc"} <= scores.keys()
+    rows = list(csv.DictReader((tmp_path / "run" / "csv" / "metrics.csv").open()))
+    assert sum(bool(row.get("test/acc")) for row in rows) == 1
+    saved = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    weights = sum(tensor.numel() for name, tensor in saved.items() if name.startswith("net") and "weight" in name)
+    assert weights < 0.7 * (8 * 9 + 16 * 8 * 9 + 16 * 16 * 9 + 160)
+
+
+def test_a_dense_run_is_where_the_next_one_starts(run, tmp_path):
+    dense = run("dense", "trainer.max_epochs=4", "ctdr=none", "model.optimizer.lr=0.01")
+    checkpoint = tmp_path / "dense" / "checkpoints" / "last.ckpt"
+    again = run("again", "trainer.max_epochs=0", "ctdr=none", "model.scheduler=null", f"init_from={checkpoint}")
+    assert dense["test/acc"] > 0.2
+    assert again["test/acc"] == dense["test/acc"]
+
+
+def test_a_decomposed_run_can_be_evaluated_again(run, tmp_path):
+    ours = run("ours", "trainer.max_epochs=1", "ctdr.rank=0.4")
+    checkpoint = tmp_path / "ours" / "checkpoints" / "last.ckpt"
+    again = run("again", "trainer.max_epochs=0", "ctdr=none", "model.scheduler=null", f"init_from={checkpoint}")
+    assert again["test/loss"] == ours["test/loss"]
+
+
+def test_last_starts_afresh_without_a_checkpoint_and_resumes_with_one(run):
+    overrides = ["model.scheduler=null", "ckpt_path=last", "ctdr.rank=0.4"]
+    straight = run("straight", "trainer.max_epochs=2", *overrides)
+    first = run("same", "trainer.max_epochs=1", *overrides)
+    resumed = run("same", "trainer.max_epochs=2", *overrides)
+    assert resumed["test/loss"] == straight["test/loss"] != first["test/loss"]
+
+
+def test_image_folders_train_a_torchvision_net(tmp_path, image_root):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        overrides = ["data=image_folder", f"data.root={image_root}", "data.image_size=32", "data.n_workers=0"]
+        overrides += ["data.batch_size=3", "task.n_classes=2", "model=torchvision", "trainer.max_epochs=1", *QUIET]
+        config = compose("train", [f"output_dir={tmp_path / 'run'}", "ctdr.rank=0.1", *overrides])
+    scores = train(config)
+    assert 0 <= scores["test/acc"] <= 1
+    saved = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    assert sum(tensor.numel() for tensor in saved.values()) < 0.2 * 11_000_000
+
+
+def test_a_start_from_what_is_no_checkpoint_is_refused(run, tmp_path):
+    path = tmp_path / "broken.ckpt"
+    path.write_bytes(b"no checkpoint")
+    with pytest.raises(CheckpointError, match="HINT"):
+        run("run", f"init_from={path}")
+
+
+@pytest.mark.slow
+def test_a_sweep_goes_through_submitit(tmp_path):
+    sweep = [
+        "ctdr.rank=0.5,0.25",
+        "trainer.max_epochs=1",
+        f"hydra.sweep.dir={tmp_path}",
+        "hydra/launcher=submitit_local",
+    ]
+    command = [sys.executable, "-m", "recipes.train", "--multirun", *sweep, *TINY]
+    done = subprocess.run(command, cwd=CONF.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    sizes = [(tmp_path / str(number) / "checkpoints" / "last.ckpt").stat().st_size for number in (0, 1)]
+    assert sizes[0] > sizes[1]
