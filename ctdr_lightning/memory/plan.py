@@ -177,7 +177,7 @@ class Plan:
 
 
 def action_of(trace: Trace, actions: Actions, value: int) -> Action:
-    """A value's action: as given, else keep for what autograd saved and recompute for what it did not.
+    """A value's action: as given, else keep for what autograd saved; what it did not is made again each time.
 
     Values that may not be recomputed are kept whatever is asked; those that are written over cannot be held.
     """
@@ -186,7 +186,7 @@ def action_of(trace: Trace, actions: Actions, value: int) -> Action:
     given = actions.get(value)
     if given is not None:
         return RECOMPUTE if given.kind == "keep" and value in trace.fleeting else given
-    return KEEP if trace.values[value].saves else RECOMPUTE
+    return KEEP if trace.values[value].saves else RECOMPUTE_EACH
 
 
 def dropped_values(trace: Trace, actions: Actions) -> set[int]:
@@ -220,8 +220,9 @@ def write_script(trace: Trace, actions: Actions) -> tuple[ScriptLine, ...]:
 def _stays(trace: Trace, actions: Actions, value: int) -> str:
     if value < 0:
         return "no"
-    if action_of(trace, actions, value).kind != "recompute":
+    action = action_of(trace, actions, value)
+    if action.kind != "recompute":
         return "kept"
-    if trace.values[value].saves:
-        return "awaited" if action_of(trace, actions, value).cache else "no"
-    return "needed" if value in actions and actions[value].cache else "no"
+    if not action.cache:
+        return "no"
+    return "awaited" if trace.values[value].saves else "needed"

@@ -192,8 +192,7 @@ class Simulator:
     def _flags(self, value: int) -> Flags:
         """Whether a value is dropped, and whether a replay that passes it leaves it behind."""
         action = action_of(self.trace, self.actions, value)
-        given = self.actions.get(value)
-        return action.kind == "recompute", self.layout.saved[value] if given is None else given.cache
+        return action.kind == "recompute", action.cache
 
     def _regroup(self) -> None:
         """Exchange the groups that the last change of flags concerns, and settle what they hold."""

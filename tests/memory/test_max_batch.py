@@ -8,8 +8,8 @@ from torch import nn
 
 from ctdr_lightning.errors import InfeasibleBudgetError
 from ctdr_lightning.memory import plan, record, simulate
-from ctdr_lightning.memory.bounds import floor_bytes
 from ctdr_lightning.memory.max_batch import largest, max_batch
+from ctdr_lightning.memory.policies import POLICIES
 
 WIDTH = 64
 
@@ -41,23 +41,25 @@ def loss(net, x):
     return net(x).square().mean()
 
 
+def recorded(net, size):
+    net.zero_grad()
+    batch = torch.ones(size, WIDTH)
+    return record(lambda: loss(net, batch))
+
+
 def test_it_is_what_trying_every_batch_finds(net):
     budget = 500_000
     found = max_batch(net, inputs, loss, budget)
     plain = []
     for size in range(1, 200):
-        net.zero_grad()
-        trace = record(lambda size=size: loss(net, torch.ones(size, WIDTH)))
-        plain += [size] if simulate(trace).peak_bytes <= budget else []
+        plain += [size] if simulate(recorded(net, size)).peak_bytes <= budget else []
     assert found.plain_size == max(plain)
     assert found.size > found.plain_size
     assert found.plan.peak_bytes <= budget
-    net.zero_grad()
-    real = record(lambda: loss(net, torch.ones(found.size, WIDTH)))
-    assert plan(real, budget).peak_bytes <= budget
-    net.zero_grad()
-    larger = record(lambda: loss(net, torch.ones(int(1.1 * found.size), WIDTH)))
-    assert floor_bytes(larger) > budget  # no plan of any policy could go much further
+    assert plan(recorded(net, found.size), budget).peak_bytes <= budget
+    for policy in POLICIES:
+        with pytest.raises(InfeasibleBudgetError):
+            plan(recorded(net, found.size + 1), budget, policy)
 
 
 def test_what_is_there_all_along_counts_and_nothing_is_touched(net):

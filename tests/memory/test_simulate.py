@@ -70,6 +70,17 @@ def test_changes_give_what_a_fresh_simulator_gives(trace, data):
         assert_same(simulator, Simulator(trace, actions))
 
 
+@pytest.mark.parametrize("action", ACTIONS)
+def test_what_is_given_back_was_never_there(action):
+    """Also for values that autograd does not save, whose replays leave nothing behind unless they are told to."""
+    trace, everything = TRACES[0], dict.fromkeys(TRACES[0].saved, RECOMPUTE)
+    for value in trace.droppable:
+        simulator = Simulator(trace)
+        simulator.change(simulator.change({value: action}))
+        simulator.change(everything)
+        assert_same(simulator, Simulator(trace, everything))
+
+
 @settings(max_examples=60, deadline=None)
 @given(graphs(max_nodes=7), st.data())
 def test_any_graph_any_changes(nodes, data):
