@@ -83,7 +83,7 @@ def of_torch(net: nn.Module, inputs: Tensor) -> Iterator[Way]:
     if not isinstance(net, nn.Sequential):
         return
     x = inputs.clone().requires_grad_()
-    for segments in SEGMENTS:
+    for segments in (n for n in SEGMENTS if n <= len(net)):
         run = partial(checkpoint_sequential, net, segments, x, use_reentrant=False)
         yield Way(f"checkpoint_sequential {segments}", lambda run=run: run().sum().backward())
 

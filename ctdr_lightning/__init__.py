@@ -6,7 +6,19 @@ from importlib import import_module
 from typing import Any
 
 from ctdr_lightning.decompose import Report, decompose, merge
-from ctdr_lightning.memory import Budget, Plan, Session, Simulator, Tape, Timeline, Trace, plan, record, simulate
+from ctdr_lightning.memory import (
+    Budget,
+    Plan,
+    Session,
+    Simulator,
+    Tape,
+    Timeline,
+    Trace,
+    max_batch,
+    plan,
+    record,
+    simulate,
+)
 from ctdr_lightning.restore import restore
 
 __version__ = "0.1.0"
@@ -24,6 +36,7 @@ __all__ = [
     "Timeline",
     "Trace",
     "decompose",
+    "max_batch",
     "merge",
     "plan",
     "record",

@@ -2,6 +2,7 @@
 
     ctdr decompose torchvision.models:resnet18 --rank 0.25 --save layers.json
     ctdr plan torchvision.models:resnet50 --input 64,3,224,224 --device a100 --rank 0.25 --policy sqrt
+    ctdr max-batch torchvision.models:resnet50 --input 3,224,224 --budget 16GiB --device a100
     ctdr explain plan.json
 
 A model is named ``module:callable``; the callable is imported, from the current folder too, and called without
@@ -26,7 +27,7 @@ from ctdr_lightning.decompose import METHODS, decompose
 from ctdr_lightning.errors import ConfigError, CTDRError
 from ctdr_lightning.files import write_text
 from ctdr_lightning.measure import storage_bytes
-from ctdr_lightning.memory import POLICIES, Plan, plan, record_fake, simulate
+from ctdr_lightning.memory import POLICIES, Plan, max_batch, plan, record_fake, simulate
 from ctdr_lightning.units import format_bytes, format_seconds
 
 _STATES = {"adam": 2, "sgd": 0, "momentum": 1}
@@ -58,17 +59,40 @@ def _decompose(options: argparse.Namespace) -> None:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    model = _model(options.model).train()
-    if options.rank is not None:
-        decompose(model, options.rank, options.method, options.select)
+    model, static_bytes = _training(options)
     trace = record_fake(model, torch.empty(options.input), _loss, device=options.device)
-    static_bytes = _STATES[options.optimizer] * storage_bytes(model.parameters())
-    made = plan(trace, options.budget, options.policy, static_bytes=static_bytes)
+    policy = options.policy or ("auto" if options.budget else "sqrt")
+    made = plan(trace, options.budget, policy, static_bytes=static_bytes)
     plain = simulate(trace)
     print(f"Plain step: peak {format_bytes(plain.peak_bytes + static_bytes)}, {format_seconds(plain.seconds)}.")
     print(made.explain().splitlines()[0])
     if options.save:
         made.to_json(options.save)
+
+
+def _max_batch(options: argparse.Namespace) -> None:
+    model, static_bytes = _training(options)
+    found = max_batch(
+        model,
+        lambda size: torch.empty(size, *options.input),
+        _loss,
+        options.budget,
+        options.policy or "auto",
+        static_bytes=static_bytes,
+        device=options.device,
+    )
+    print(f"Largest batch in {options.budget}: {found.size}; {found.plain_size} without a plan.")
+    print(found.plan.explain().splitlines()[0])
+    if options.save:
+        found.plan.to_json(options.save)
+
+
+def _training(options: argparse.Namespace) -> tuple[nn.Module, int]:
+    """The model as it would be trained, and the bytes of its optimizer's state."""
+    model = _model(options.model).train()
+    if options.rank is not None:
+        decompose(model, options.rank, options.method, options.select)
+    return model, _STATES[options.optimizer] * storage_bytes(model.parameters())
 
 
 def _explain(options: argparse.Namespace) -> None:
@@ -116,18 +140,28 @@ def _parser() -> argparse.ArgumentParser:
     cut.set_defaults(run=_decompose)
 
     memory = commands.add_parser("plan", help="plan the memory of a step on fake tensors: no GPU, no memory")
-    _add_layers(memory, rank=None)
     memory.add_argument("--input", type=_shape, required=True, help="shape of the batch, such as 64,3,224,224")
-    memory.add_argument("--budget", help="such as 8GiB; without it the policy decides")
-    memory.add_argument("--policy", default="sqrt", help=f"one of {', '.join(POLICIES)}")
-    memory.add_argument("--device", help="device whose speed is assumed, such as h100; this processor by default")
-    memory.add_argument("--optimizer", choices=sorted(_STATES), default="adam", help="whose state counts as well")
+    memory.add_argument("--budget", help="such as 8GiB; without it policy sqrt decides")
+    _add_memory(memory)
     memory.set_defaults(run=_plan)
+
+    batch = commands.add_parser("max-batch", help="find the largest batch for a budget, on fake tensors too")
+    batch.add_argument("--input", type=_shape, required=True, help="shape of one sample, such as 3,224,224")
+    batch.add_argument("--budget", required=True, help="such as 8GiB")
+    _add_memory(batch)
+    batch.set_defaults(run=_max_batch)
 
     explain = commands.add_parser("explain", help="say what a saved memory plan does, a sentence a tensor")
     explain.add_argument("plan", help="a plan file")
     explain.set_defaults(run=_explain)
     return parser
+
+
+def _add_memory(parser: argparse.ArgumentParser) -> None:
+    _add_layers(parser, rank=None)
+    parser.add_argument("--policy", help=f"one of {', '.join(POLICIES)}; auto by default where there is a budget")
+    parser.add_argument("--device", help="device whose speed is assumed, such as h100; this processor by default")
+    parser.add_argument("--optimizer", choices=sorted(_STATES), default="adam", help="whose state counts as well")
 
 
 def _add_layers(parser: argparse.ArgumentParser, rank: float | None) -> None:

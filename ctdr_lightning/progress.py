@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from importlib.util import find_spec
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 PATIENCE_S = 2.0
 
 
-def track(items: Iterable[T], label: str, *, total: int, enabled: bool = True) -> Iterator[T]:
+def track(items: Iterable[T], label: str, *, total: int, enabled: bool = True) -> Generator[T]:
     """Iterate over items; once that has lasted two seconds, show on stderr how far it is.
 
     Args:

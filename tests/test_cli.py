@@ -1,4 +1,5 @@
 import json
+import re
 import sys
 
 import pytest
@@ -50,6 +51,18 @@ def test_a_larger_batch_takes_more_and_an_optimizer_adds_its_state(tmp_path):
     assert peaks[2] - peaks[1] == 2 * n_bytes
 
 
+def test_the_largest_batch_with_and_without_a_plan(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    assert main(["max-batch", NAME, "--input", "3,24,24", "--budget", "30MiB", "--save", str(path)]) == 0
+    said = capsys.readouterr().out.splitlines()[0]
+    size, plain_size = (int(n) for n in re.findall(r"\d+", said.split(":")[1]))
+    assert size > plain_size > 0
+    assert Plan.from_json(path).peak_bytes <= 30 * 2**20
+    limit = ["--budget", "30MiB", "--policy"]
+    assert main(["plan", NAME, "--input", f"{plain_size},3,24,24", *limit, "keep"]) == 0
+    assert main(["plan", NAME, "--input", f"{plain_size + 1},3,24,24", *limit, "keep"]) == 2
+
+
 def test_planning_with_a_rank_plans_the_decomposed_model(tmp_path):
     path = tmp_path / "plan.json"
     main(["plan", NAME, *INPUT, "--rank", "0.25", "--policy", "keep", "--save", str(path)])
@@ -66,6 +79,7 @@ def test_planning_with_a_rank_plans_the_decomposed_model(tmp_path):
         (["decompose", NAME, "--rank", "-1"], "rank"),
         (["plan", NAME, *INPUT, "--policy", "sqrtt"], "Did you mean 'sqrt'"),
         (["plan", NAME, *INPUT, "--budget", "1KiB"], "HINT"),
+        (["max-batch", NAME, "--input", "3,24,24", "--budget", "1KiB"], "Not even one sample"),
         (["explain", "absent.json"], "absent.json"),
     ],
 )

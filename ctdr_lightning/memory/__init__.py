@@ -1,6 +1,7 @@
 """Record a step, plan what to keep, run it under the plan."""
 
 from ctdr_lightning.memory.fake import record_fake
+from ctdr_lightning.memory.max_batch import LargestBatch, max_batch
 from ctdr_lightning.memory.plan import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action, Plan
 from ctdr_lightning.memory.planner import plan
 from ctdr_lightning.memory.policies import POLICIES, Budget
@@ -18,6 +19,7 @@ __all__ = [
     "RECOMPUTE_EACH",
     "Action",
     "Budget",
+    "LargestBatch",
     "Plan",
     "Recorder",
     "Session",
@@ -25,6 +27,7 @@ __all__ = [
     "Tape",
     "Timeline",
     "Trace",
+    "max_batch",
     "plan",
     "record",
     "record_fake",

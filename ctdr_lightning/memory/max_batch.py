@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from ctdr_lightning.memory.policies import POLICIES, Budget
 from ctdr_lightning.memory.roofline import DeviceModel
 from ctdr_lightning.memory.simulate import Simulator
 from ctdr_lightning.memory.trace import Trace
+from ctdr_lightning.progress import track
 from ctdr_lightning.units import format_bytes, parse_bytes
 
 M = TypeVar("M", bound=nn.Module)
@@ -47,6 +50,7 @@ def max_batch(
     static_bytes: int = 0,
     most: int = 1 << 20,
     device: DeviceModel | str | None = None,
+    progress: bool = True,
 ) -> LargestBatch:
     """Find the largest batch by bisection.
 
@@ -60,14 +64,25 @@ def max_batch(
         static_bytes: Memory besides the step's that is there all along: optimizer state.
         most: Where to stop looking.
         device: Device whose speed the plan is made for; None is this processor.
+        progress: Whether to show on stderr how far the search is, once it has lasted two seconds.
 
     Raises:
         InfeasibleBudgetError: When not even one sample fits.
+
+    Example:
+        >>> net = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())])
+        >>> from torch import empty
+        >>> found = max_batch(net, lambda size: empty(size, 64), lambda net, x: net(x).sum(), "500KB")
+        >>> found.size > found.plain_size
+        True
     """
     limit = parse_bytes(budget)
     chosen = POLICIES[policy] if isinstance(policy, str) else policy
 
+    tries = track(count(), "max_batch", total=3 * most.bit_length(), enabled=progress)
+
     def traced(size: int) -> Trace:
+        next(tries)
         return record_fake(module, make_inputs(size), step, device=device)
 
     def fits_plainly(size: int) -> bool:
@@ -84,15 +99,16 @@ def max_batch(
             return False
         return Simulator(trace, actions).peak_bytes + static_bytes <= limit
 
-    plain_size = largest(fits_plainly, 0, most)
-    size = largest(fits, plain_size, largest(may_fit, plain_size, most))
-    if size == 0:
-        raise InfeasibleBudgetError(
-            f"Not even one sample fits the budget of {format_bytes(limit)}.",
-            "Raise memory_budget, or use a lower rank or a smaller input.",
-            least_peak_bytes=floor_bytes(traced(1)) + static_bytes,
-        )
-    return LargestBatch(size, plan(traced(size), limit, policy, static_bytes=static_bytes), plain_size)
+    with closing(tries):
+        plain_size = largest(fits_plainly, 0, most)
+        size = largest(fits, plain_size, largest(may_fit, plain_size, most))
+        if size == 0:
+            raise InfeasibleBudgetError(
+                f"Not even one sample fits the budget of {format_bytes(limit)}.",
+                "Raise memory_budget, or use a lower rank or a smaller input.",
+                least_peak_bytes=floor_bytes(traced(1)) + static_bytes,
+            )
+        return LargestBatch(size, plan(traced(size), limit, policy, static_bytes=static_bytes), plain_size)
 
 
 def largest(holds: Callable[[int], bool], known: int, most: int) -> int:

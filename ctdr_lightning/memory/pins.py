@@ -115,6 +115,7 @@ def overwritten(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
     return found
 
 
+@cache
 def _position(func: OpOverload, name: str) -> int | None:
     return next((i for i, a in enumerate(func._schema.arguments) if a.name == name), None)
 

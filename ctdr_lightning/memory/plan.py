@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -52,12 +53,14 @@ class ScriptLine:
         stays: For each output of a replayed op: ``"kept"`` (held from the start), or whether it stays once replayed:
             ``"no"``,
             ``"awaited"`` (for as long as autograd awaits it) or ``"needed"`` (for as long as any replay may read it).
+        saves: Whether autograd saves, between this op and the next, anything that is dropped.
     """
 
     op: str
     shape: tuple[int, ...]
     replay: bool = False
     stays: tuple[str, ...] = ()
+    saves: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,16 +208,23 @@ def dropped_values(trace: Trace, actions: Actions) -> set[int]:
 def write_script(trace: Trace, actions: Actions) -> tuple[ScriptLine, ...]:
     """What the tape does at each forward op so that exactly the plan's values are dropped."""
     dropped = dropped_values(trace, actions)
+    saving = _saving_ops(trace, dropped)
     lines = []
-    for index in trace.forward_ops:
-        op = trace.ops[index]
+    for place, index in enumerate(trace.forward_ops):
+        op, saves = trace.ops[index], place in saving
         first = op.outputs[0] if op.outputs else -1
         shape = trace.values[first].shape if first >= 0 and trace.values[first].op == index else ()
         if dropped.isdisjoint(op.outputs):
-            lines.append(ScriptLine(op.name, shape))
+            lines.append(ScriptLine(op.name, shape, saves=saves))
         else:
-            lines.append(ScriptLine(op.name, shape, True, tuple(_stays(trace, actions, v) for v in op.outputs)))
+            lines.append(ScriptLine(op.name, shape, True, tuple(_stays(trace, actions, v) for v in op.outputs), saves))
     return tuple(lines)
+
+
+def _saving_ops(trace: Trace, values: set[int]) -> set[int]:
+    """Places in the forward after which autograd saves one of the values."""
+    ticks = [trace.ops[index].tick for index in trace.forward_ops]
+    return {bisect_right(ticks, save.packed) - 1 for v in values for save in trace.values[v].saves}
 
 
 def _stays(trace: Trace, actions: Actions, value: int) -> str:

@@ -27,18 +27,46 @@ from ctdr_lightning.memory.table import ValueTable
 from ctdr_lightning.memory.values import Handle, Held
 
 _CLOCK = CpuClock()
+_DETACH = torch.ops.aten.detach.default
+_DETACH_NAME = str(_DETACH)
 _in_backward = torch._C._current_graph_task_id
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class _Line:
     """One script line, with the op itself once it was seen, and whether the op needs nothing of the tape."""
 
-    __slots__ = ("func", "name", "plain", "replay", "shape", "stays")
+    __slots__ = ("func", "name", "plain", "replay", "saves", "shape", "stays")
 
     def __init__(self, line: ScriptLine) -> None:
         self.name, self.shape, self.replay, self.stays = line.op, line.shape, line.replay, line.stays
+        self.saves = line.saves
         self.func: OpOverload | None = None
         self.plain = False
+
+
+class _Listener:
+    """Our saved-tensor hooks, on top of the stack only while autograd saves something that the plan drops.
+
+    What it saves meanwhile it holds as always, which costs nothing. Hooks of the program's own come first: while they
+    are on the stack nothing is changed.
+    """
+
+    def __init__(self, hooks: saved_tensors_hooks) -> None:
+        self._hooks = hooks
+        self._below = _top_hooks(True)
+        self._mine = (hooks.pack_hook, hooks.unpack_hook)
+        self.on = False
+
+    def turn(self, on: bool) -> None:
+        """Put the hooks on the stack, or take them off, unless others are above."""
+        if _top_hooks(True) != (self._mine if self.on else self._below):
+            return
+        if on:
+            self._hooks.__enter__()
+        else:
+            self._hooks.__exit__()
+        self.on = on
 
 
 class Tape(TorchDispatchMode):
@@ -72,13 +100,14 @@ class Tape(TorchDispatchMode):
         self._online = Online(evictor, self._table) if evictor is not None else None
         self._paths = ModulePaths()
         self._index = 0
-        self._hooks: saved_tensors_hooks | None = None
+        self._listener: _Listener | None = None
 
     def __enter__(self) -> Tape:
         self._index, self.diverged = 0, ""
         if not self.plan.keeps_all:
-            self._hooks = saved_tensors_hooks(self._pack, unpack if self.evictor is None else self._unpack_online)
-            self._hooks.__enter__()
+            self._listener = _Listener(
+                saved_tensors_hooks(self._pack, unpack if self.evictor is None else self._unpack_online)
+            )
             if self.evictor is not None:
                 self.evictor.__enter__()
                 self._paths.__enter__()
@@ -86,14 +115,15 @@ class Tape(TorchDispatchMode):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._hooks is None:
+        if self._listener is None:
             return
         super().__exit__(kind, error, tb)
         if self.evictor is not None:
             self._paths.__exit__(kind, error, tb)
             self.evictor.__exit__(kind, error, tb)
-        self._hooks.__exit__(kind, error, tb)
-        self._hooks = None
+        if self._listener.on:
+            self._listener.turn(False)
+        self._listener = None
         self._table.clear()
         if kind is None and not self.diverged and any(line.replay for line in self._lines[self._index :]):
             self.diverged = f"the step ended after {self._index} of {len(self._lines)} ops"
@@ -106,17 +136,31 @@ class Tape(TorchDispatchMode):
         if _in_backward() != -1:
             return func(*args, **kwargs)
         index = self._index
+        if func is _DETACH and self._saves_by_itself(index):
+            return func(*args, **kwargs)
         self._index = index + 1
         if self.diverged or not self._expected(func, index):
+            self._listen(self._online is not None)
             if self._online is not None and not (types and pin_reason_of_types(tuple(types))):
                 self._table.unit = self._paths.unit
                 return self._online.call(func, index, args, kwargs, _CLOCK)[0]
             return self._unplanned(func, args, kwargs)
         line = self._lines[index]
+        self._listen(line.saves)
         out = func(*args, **kwargs) if line.plain else self._planned(line, index, args, kwargs)
         if self.evictor is not None:
             self.evictor.track(out)
         return out
+
+    def _listen(self, on: bool) -> None:
+        listener = self._listener
+        if listener is not None and listener.on is not on:
+            listener.turn(on)
+
+    def _saves_by_itself(self, index: int) -> bool:
+        """Whether a detach is autograd's own, which saves an output while we do not listen."""
+        expected = index < len(self._lines) and self._lines[index].name == _DETACH_NAME
+        return not expected and not (self._listener is not None and self._listener.on)
 
     def _planned(self, line: _Line, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         func = line.func

@@ -1,8 +1,10 @@
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import nn
 
-from ctdr_lightning.memory import RECOMPUTE_EACH, Recorder, Tape, plan
+from ctdr_lightning.memory import RECOMPUTE, RECOMPUTE_EACH, Recorder, Tape, plan
 from ctdr_lightning.memory.live import PeakMeter, _trackers
 from ctdr_lightning.memory.online import Evictor
 from tests.memory.harness import Bench, everything_dropped, planned, random_actions
@@ -52,13 +54,40 @@ def test_a_plan_that_keeps_everything_installs_nothing():
 
 @pytest.mark.parametrize("guard", GUARDS)
 def test_everything_installed_leaves_again(guard):
-    _, bench = net_and_bench()
+    net, bench = net_and_bench()
     make = guards(bench, bench.record())[guard]
-    with make():
+    with make(), listening(net) as heard:
         assert torch._C._len_torch_dispatch_stack() == 1
-        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        bench.step(net)
+    assert any(heard)
     assert_nothing_is_installed()
     assert not _trackers
+
+
+@contextmanager
+def listening(net):
+    """Whether saved-tensor hooks are on the stack after each module's forward."""
+    heard = []
+    hooks = [
+        module.register_forward_hook(
+            lambda *_: heard.append(torch._C._autograd._top_saved_tensors_default_hooks(True) is not None)
+        )
+        for module in net
+    ]
+    yield heard
+    for hook in hooks:
+        hook.remove()
+
+
+def test_it_listens_only_while_something_is_dropped():
+    net = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(8, 8), nn.Tanh())])
+    bench = Bench(net, lambda net: net(torch.ones(2, 8)).sum())
+    trace = bench.record()
+    dropped = next(v for v in trace.saved if trace.module_of(v).endswith("9"))
+    with Tape(planned(trace, {dropped: RECOMPUTE})), listening(net) as heard:
+        loss = bench.step(net)
+    loss.backward()
+    assert [i for i, on in enumerate(heard) if on] == [9]  # the Tanh that saves its own output; then the Linear's input
 
 
 # -- exceptions -------------------------------------------------------------------------------------------------------
