@@ -200,8 +200,10 @@ class CTDRCallback(Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Validation is not part of the step time."""
+        """Validation is not part of the step time, nor is what comes before it at the end of an epoch."""
         self.monitor.pause()
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and trainer.is_last_batch:
+            self._epoch_trained(trainer, pl_module)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -213,9 +215,17 @@ class CTDRCallback(Callback):
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop when recovered."""
+        self.monitor.pause()
+        self._epoch_trained(trainer, pl_module)
+        self.monitor.resume()
         if self.coach is not None:
             self._log(trainer, pl_module, self.coach.logs(), on_epoch=True)
             self.coach.epoch_end(trainer)
+
+    def _epoch_trained(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.coach is not None:
+            self.engine.release()  # the module is copied; the next epoch wraps its step again
+            self.coach.epoch_trained(trainer, pl_module)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

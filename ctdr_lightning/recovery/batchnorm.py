@@ -1,6 +1,7 @@
 """BatchNorm statistics, re-estimated after layers changed: no optimizer step, most of the lost accuracy back.
 
-The statistics are reset and averaged over some training batches with equal weight (``momentum=None``), and over ranks.
+The statistics are reset and averaged over some training batches with equal weight (``momentum=None``), and over ranks
+("precise BatchNorm", Wu and Johnson, arXiv:2105.07576). InstanceNorm takes no plain average and keeps what it tracked.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_KINDS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+_KIND = nn.modules.batchnorm._BatchNorm
 
 
 def tracked(module: nn.Module) -> dict[str, Any]:
-    """The normalisation layers that keep running statistics, by name."""
+    """The BatchNorm layers that keep running statistics, by name."""
     return {
         name: layer
         for name, layer in module.named_modules()
-        if isinstance(layer, _KINDS) and layer.running_mean is not None
+        if isinstance(layer, _KIND) and layer.running_mean is not None
     }
 
 
@@ -29,37 +30,38 @@ def reestimate(
     run: Callable[[Any], object],
     batches: Iterable[Any],
     average: Callable[[Tensor], Tensor] = lambda tensor: tensor,
-) -> int:
+) -> set[str]:
     """Replace running statistics by their plain average over some batches.
 
     Args:
-        module: Its normalisation layers are changed in place; modes and momenta are put back.
+        module: Its BatchNorm layers are changed in place; modes and momenta are put back.
         run: Runs the module on one batch.
         batches: Training batches.
         average: Averages a tensor over ranks; the identity on one.
 
     Returns:
-        Batches used.
+        Names of the layers that a batch reached; the others keep their statistics.
     """
-    layers = list(tracked(module).values())
-    if not layers:
-        return 0
-    before = [(layer, layer.training, layer.momentum) for layer in layers]
-    for layer in layers:
+    layers = tracked(module)
+    before = [(layer, layer.training, layer.momentum) for layer in layers.values()]
+    kept = {name: _statistics(layer) for name, layer in layers.items()}
+    for layer in layers.values():
         layer.reset_running_stats()
         layer.train().momentum = None
-    n_batches = 0
     try:
-        for batch in batches:
+        for batch in batches if layers else ():
             run(batch)
-            n_batches += 1
     finally:
         for layer, training, momentum in before:
             layer.train(training).momentum = momentum
-    for layer in layers:
-        layer.running_mean.copy_(average(layer.running_mean))
-        layer.running_var.copy_(average(layer.running_var))
-    return n_batches
+    reached = {name for name, layer in layers.items() if layer.num_batches_tracked > 0}
+    for name, layer in layers.items():
+        if name in reached:
+            layer.running_mean.copy_(average(layer.running_mean))
+            layer.running_var.copy_(average(layer.running_var))
+        else:
+            _put_back(layer, kept[name])
+    return reached
 
 
 @torch.no_grad()
@@ -67,5 +69,13 @@ def copy_statistics(source: nn.Module, target: nn.Module) -> None:
     """Copy running statistics between two modules of the same structure."""
     theirs = tracked(source)
     for name, layer in tracked(target).items():
-        for key, buffer in layer.named_buffers(recurse=False):
-            buffer.copy_(getattr(theirs[name], key))
+        _put_back(layer, _statistics(theirs[name]))
+
+
+def _statistics(layer: nn.Module) -> dict[str, Tensor]:
+    return {key: buffer.clone() for key, buffer in layer.named_buffers(recurse=False)}
+
+
+def _put_back(layer: nn.Module, statistics: dict[str, Tensor]) -> None:
+    for key, buffer in layer.named_buffers(recurse=False):
+        buffer.copy_(statistics[key])

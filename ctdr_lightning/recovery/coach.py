@@ -1,7 +1,8 @@
 """Carries the schedule out: cuts, re-estimates, freezes, scales, rolls back, at epoch boundaries and nowhere else.
 
-Every decision is taken when an epoch begins, from state that the checkpoint of the epoch before holds; so a checkpoint
-always holds the model that was validated, and a resumed run repeats the decision.
+Every decision is taken when an epoch begins, from state that the checkpoint of the epoch before holds; BatchNorm is
+re-estimated when an epoch's last step is done. So a checkpoint always holds the model that was validated, and a resumed
+run repeats the decision.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from ctdr_lightning.errors import CheckpointError, ConfigError
@@ -23,6 +24,7 @@ from ctdr_lightning.recovery.phases import Freezer, RateScaler
 from ctdr_lightning.recovery.progress import Progress, failed, first_cut_epoch, next_move, phase_at
 from ctdr_lightning.recovery.schedule import Phase, Recovery
 from ctdr_lightning.trainer import rehearsal
+from ctdr_lightning.trainer.modules import overrides
 from ctdr_lightning.trainer.randomness import isolated
 from ctdr_lightning.trainer.strategies import rewrap
 from ctdr_lightning.trainer.structure import match_structure
@@ -47,6 +49,7 @@ class Coach:
         self._freezer = Freezer()
         self._dense: nn.Module | None = None
         self._snapshot: dict[str, Any] | None = None
+        self._evaluates = True
 
     @property
     def cuts_at_start(self) -> bool:
@@ -106,6 +109,12 @@ class Coach:
         """An optimizer step was taken."""
         self.progress.phase_steps += 1
         self.rates.steps = self.progress.phase_steps
+
+    def epoch_trained(self, trainer: Any, module: LightningModule) -> None:
+        """Re-estimate BatchNorm with the weights that an epoch ended with, once, before they are judged or saved."""
+        if self.progress.stage > 0 and self.progress.estimated_epoch != trainer.current_epoch:
+            self._reestimate(trainer, module)
+            self.progress.estimated_epoch = trainer.current_epoch
 
     def validation_end(self, trainer: Any) -> None:
         """Read the monitored metric, the same on every rank.
@@ -202,21 +211,41 @@ class Coach:
         used = self._reestimate(trainer, module)
         self.progress.batchnorm = measure(trainer, module, monitor) if measuring and used else self.progress.raw
 
-    def _reestimate(self, trainer: Any, module: LightningModule) -> int:
-        count = self.recovery.batchnorm_batches
-        if count == 0 or not tracked(module):
-            return 0
+    def _reestimate(self, trainer: Any, module: LightningModule) -> bool:
+        """Re-estimate on training batches as they are in evaluation (no dropout, nothing that a training step adds)."""
+        if self.recovery.batchnorm_batches == 0 or not tracked(module):
+            return False
+        self._evaluates &= overrides(module, "validation_step")
         with isolated():
-            copy = rehearsal.rehearse(module, trainer)
-            batches = rehearsal.training_batches(trainer, module, count)
-            run = partial(self._run, copy, trainer)
-            used = reestimate(copy, run, enumerate(batches), partial(rehearsal.mean_over_ranks, trainer))
+            copy = self._evaluated(trainer, module) if self._evaluates else None
+            if copy is None:
+                copy = rehearsal.rehearse(module, trainer)
+                self._run(trainer, copy, "training_step")
         copy_statistics(copy, module)
-        return used
+        return True
 
-    @staticmethod
-    def _run(copy: LightningModule, trainer: Any, numbered: tuple[int, Any]) -> None:
-        rehearsal.run_step(copy, trainer, numbered[1], numbered[0])
+    def _evaluated(self, trainer: Any, module: LightningModule) -> LightningModule | None:
+        """A copy re-estimated by ``validation_step``; None where that is not made for training batches."""
+        copy = rehearsal.rehearse(module, trainer).eval()
+        try:
+            with rehearsal.evaluating(trainer):
+                missed = tracked(copy).keys() - self._run(trainer, copy, "validation_step")
+        except Exception as error:
+            rank_zero_warn(f"CTDR: validation_step takes no training batch ({error}); training_step re-estimates.")
+        else:
+            if not missed:
+                return copy
+        self._evaluates = False
+        return None
+
+    def _run(self, trainer: Any, copy: LightningModule, step: str) -> set[str]:
+        batches = rehearsal.training_batches(trainer, copy, self.recovery.batchnorm_batches)
+        return reestimate(
+            copy,
+            lambda numbered: rehearsal.run_step(copy, trainer, step, numbered[1], numbered[0]),
+            enumerate(batches),
+            partial(rehearsal.mean_over_ranks, trainer),
+        )
 
     def _roll_back(self, trainer: Any, module: LightningModule) -> None:
         assert self._snapshot is not None

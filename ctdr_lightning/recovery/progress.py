@@ -34,6 +34,7 @@ class Progress:
         rolled_back: Whether a stage was rolled back, which ends the cutting.
         raw: Metric right after the first cut.
         batchnorm: Metric after BatchNorm re-estimation.
+        estimated_epoch: Last epoch with whose weights BatchNorm was re-estimated, so that none is twice.
     """
 
     stages: int = 1
@@ -46,6 +47,7 @@ class Progress:
     rolled_back: bool = False
     raw: float | None = None
     batchnorm: float | None = None
+    estimated_epoch: int = -1
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as primitives."""
@@ -62,7 +64,8 @@ class Progress:
             read = from_mapping(cls, value, "recovery progress")
             for name in ("stages", "stage", "stage_epoch", "phase_steps"):
                 whole(f"recovery progress: {name}", getattr(read, name), least=0)
-            whole("recovery progress: entered_epoch", read.entered_epoch, least=-1)
+            for name in ("entered_epoch", "estimated_epoch"):
+                whole(f"recovery progress: {name}", getattr(read, name), least=-1)
             for name in ("metric", "reference", "raw", "batchnorm"):
                 _measured(f"recovery progress: {name}", getattr(read, name))
         except ConfigError as error:

@@ -14,7 +14,7 @@ from ctdr_lightning.checks import from_mapping, one_of, real, whole
 from ctdr_lightning.errors import CheckpointError, ConfigError
 
 _NOTES = {
-    "batchnorm_batches": "training batches that BatchNorm statistics are re-estimated from after every cut; 0: never",
+    "batchnorm_batches": "training batches for BatchNorm statistics, after every cut and at an epoch's end; 0: never",
     "phases": "fine-tuning after a cut, one after the other; afterwards everything trains at the model's own rate",
     "epochs": "length of the phase",
     "train": "all, factors, batchnorm, or patterns of parameter names such as ['head.*']",
@@ -100,7 +100,8 @@ class Recovery:
     when the metric is back within ``tolerance``, or when the phases are over) or with ``cut_epochs``.
 
     Args:
-        batchnorm_batches: Training batches from which BatchNorm statistics are re-estimated after every cut; 0: never.
+        batchnorm_batches: Training batches from which BatchNorm statistics are re-estimated after every cut and at the
+            end of every epoch, before its validation; 0: never.
         phases: Fine-tuning after every cut; afterwards everything trains at the model's own learning rate.
         layers_per_stage: Layers per cut, the most tolerant first; None: all at once.
         cut_epochs: Epochs at which an equal share of the layers is cut.

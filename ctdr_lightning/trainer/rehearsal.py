@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from itertools import islice
 from typing import Any
 
@@ -47,35 +47,48 @@ class _StillScheduler:
 
 
 def rehearse(module: LightningModule, trainer: Any) -> LightningModule:
-    """Copy a module such that its ``training_step`` can be called for its forward alone.
+    """Copy a module such that its steps can be called for their forward alone.
 
     Args:
         module: Attached to ``trainer``; not changed.
         trainer: The running trainer, which the copy's step may read.
     """
-    copy: Any = deepcopy(module)
-    copy.trainer = trainer
+    double: Any = deepcopy(module)
+    double.trainer = trainer
     for name in _SILENT:
-        vars(copy)[name] = _ignore
+        vars(double)[name] = _ignore
     stills = [_StillOptimizer(optimizer) for optimizer in trainer.optimizers]
     one = stills[0] if len(stills) == 1 else stills
-    vars(copy)["optimizers"] = lambda use_pl_optimizer=True: one
+    vars(double)["optimizers"] = lambda use_pl_optimizer=True: one
     schedulers = [_StillScheduler() for _ in trainer.lr_scheduler_configs]
     few = None if not schedulers else schedulers[0] if len(schedulers) == 1 else schedulers
-    vars(copy)["lr_schedulers"] = lambda: few
-    return copy.train()
+    vars(double)["lr_schedulers"] = lambda: few
+    return double.train()
 
 
 def _ignore(*_: Any, **__: Any) -> None:
     return None
 
 
-def run_step(module: LightningModule, trainer: Any, batch: Any, batch_idx: int) -> Any:
-    """Call ``training_step`` on a batch as the loop would, precision included."""
-    step: Any = module.training_step
-    takes_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
-    with trainer.precision_plugin.train_step_context():
-        return step(batch, batch_idx) if takes_index else step(batch)
+@contextmanager
+def evaluating(trainer: Any) -> Iterator[None]:
+    """Whoever asks the trainer hears that it validates, so that transfer hooks do not augment."""
+    stage = trainer.state.stage
+    trainer.validating = True
+    try:
+        yield
+    finally:
+        trainer.state.stage = stage
+
+
+def run_step(module: LightningModule, trainer: Any, name: str, batch: Any, batch_idx: int) -> Any:
+    """Call ``training_step`` or ``validation_step`` on a batch as the loop would, precision included."""
+    step: Any = getattr(module, name)
+    plugin = trainer.precision_plugin
+    indices = (("batch_idx", batch_idx, 2), ("dataloader_idx", 0, 3))
+    given = [value for key, value, least in indices if is_param_in_hook_signature(step, key, min_args=least)]
+    with plugin.train_step_context() if name == "training_step" else plugin.val_step_context():
+        return step(batch, *given)
 
 
 def training_batches(trainer: Any, module: LightningModule, count: int) -> Iterator[Any]:
@@ -84,15 +97,25 @@ def training_batches(trainer: Any, module: LightningModule, count: int) -> Itera
     Args:
         trainer: Past ``fit_loop.setup_data``.
         module: Its batch transfer hooks are used.
-        count: How many at most.
+        count: How many at most; no more than an epoch has.
     """
     loader = CombinedLoader(trainer.train_dataloader, "max_size_cycle")
+    loader.flattened = [_with_own_workers(each) for each in loader.flattened]
     hooks: Any = trainer.datamodule
     if hooks is None or not overrides(hooks, "on_before_batch_transfer"):
         hooks = module
-    for batch, _, _ in islice(iter(loader), count):
+    for batch, _, _ in islice(iter(loader), int(min(count, trainer.num_training_batches))):
         ready = hooks.on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), 0)
         yield trainer.strategy.batch_to_device(ready, dataloader_idx=0)
+
+
+def _with_own_workers(loader: Any) -> Any:
+    """A loader whose workers, if they persist, are not those from which the epoch draws its batches."""
+    if not getattr(loader, "persistent_workers", False):
+        return loader
+    own = copy(loader)
+    vars(own)["persistent_workers"] = False  # DataLoader refuses the assignment
+    return own
 
 
 def mean_over_ranks(trainer: Any, tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ def net():
 def test_statistics_are_the_plain_average_over_the_batches():
     model = net()
     batches = [torch.randn(6, 1, 5, 5) * (1 + i) for i in range(5)]
-    assert reestimate(model, model, batches) == 5
+    assert reestimate(model, model, batches) == {"1", "3"}
     outputs = [model[0](batch) for batch in batches]
     means = torch.stack([out.mean((0, 2, 3)) for out in outputs]).mean(0)
     variances = torch.stack([out.var((0, 2, 3)) for out in outputs]).mean(0)
@@ -43,7 +43,25 @@ def test_ranks_are_averaged():
 def test_a_model_without_statistics_is_left_alone():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False))
     assert tracked(model) == {}
-    assert reestimate(model, model, [torch.randn(3, 4)]) == 0
+    assert reestimate(model, model, [torch.randn(3, 4)]) == set()
+
+
+def test_a_layer_that_no_batch_reaches_keeps_its_statistics():
+    model = net()
+    model(torch.randn(4, 1, 5, 5))
+    before = {key: buffer.clone() for key, buffer in model[3].named_buffers()}
+    assert reestimate(model, model[:2], [torch.randn(4, 1, 5, 5)]) == {"1"}
+    assert before["num_batches_tracked"] == 1
+    assert all(torch.equal(before[key], buffer) for key, buffer in model[3].named_buffers())
+
+
+def test_instance_norm_keeps_what_it_tracked():
+    model = nn.Sequential(nn.InstanceNorm2d(2, track_running_stats=True), nn.BatchNorm2d(2))
+    model(torch.randn(4, 2, 5, 5))
+    before = model.eval()[0].running_mean.clone()
+    assert reestimate(model, model, [torch.randn(4, 2, 5, 5)]) == {"1"}
+    assert not torch.equal(before, torch.zeros(2))
+    assert torch.equal(model[0].running_mean, before)
 
 
 def test_copy_statistics():

@@ -135,6 +135,81 @@ def test_the_dense_model_is_measured_and_re_estimation_helps(tmp_path):
         assert trainer.callback_metrics[f"ctdr/metric_{name}"] == pytest.approx(value)
 
 
+class Noisy(parts.Blobs):
+    """Augments in its training step."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step((batch[0] + torch.randn_like(batch[0]), batch[1]), batch_idx)
+
+
+def recovered(module, *callbacks, batches=20, data=None, **options):
+    """Train under the default schedule, with so many batches for BatchNorm."""
+    callback = CTDRCallback(rank=0.5, recovery=Recovery(batchnorm_batches=batches), policy="keep", verbose=False)
+    return parts.fit(module, callback, *callbacks, data=data, **options)
+
+
+@pytest.mark.parametrize("validates", [True, False])
+def test_statistics_at_the_end_of_an_epoch_are_of_its_weights_as_they_are_evaluated(validates):
+    module = Noisy(dropout=0.5)
+    recovered(module, **({} if validates else {"limit_val_batches": 0}))
+    hidden = [module.net[0](images) for images, _ in torch.utils.data.DataLoader(parts.images(32), 8)]
+    torch.testing.assert_close(module.net[1].running_mean, torch.stack([h.mean((0, 2, 3)) for h in hidden]).mean(0))
+    assert module.net[4].num_batches_tracked == 4
+
+
+def test_the_model_that_is_saved_is_the_one_that_was_validated(tmp_path):
+    module, saver = parts.blobs(), ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=1)
+    trainer = recovered(module, saver, max_epochs=3, enable_checkpointing=True)
+    saved = torch.load(saver.best_model_path, weights_only=True)["state_dict"]
+    assert saved["net.1.num_batches_tracked"] == 4
+    found = trainer.validate(parts.blobs(), parts.loaders()[1], ckpt_path=saver.best_model_path, verbose=False)
+    assert found[0]["val_loss"] == pytest.approx(float(saver.best_model_score), abs=1e-6)
+
+
+def test_re_estimation_does_not_change_what_is_trained():
+    plain = parts.blobs(dropout=0.5)
+    recovered(plain, batches=0)
+    estimated = parts.blobs(dropout=0.5)
+    recovered(estimated)
+    assert parts.same(plain.losses, estimated.losses)
+    assert not torch.equal(plain.net[1].running_mean, estimated.net[1].running_mean)
+
+
+def test_an_epoch_draws_all_its_batches_from_workers_that_persist():
+    module, (_, val) = parts.blobs(), parts.loaders()
+    train = torch.utils.data.DataLoader(parts.images(), 8, num_workers=1, persistent_workers=True)
+    recovered(module, batches=3, data=(train, val))
+    assert len(module.losses) == 2 * len(train)
+
+
+def test_training_batches_that_validation_cannot_take():
+    class Pairs(Noisy):
+        def validation_step(self, batch, batch_idx):
+            assert not self.trainer.training
+            super().validation_step((batch["image"], batch["label"]), batch_idx)
+
+    images = [{"image": image, "label": label} for image, label in parts.images(16)]
+    data = parts.loaders()[0], torch.utils.data.DataLoader(images, 8)
+    module = Pairs()
+    with pytest.warns(UserWarning, match="training_step re-estimates"):
+        recovered(module, data=data)
+    assert module.net[1].num_batches_tracked == 4
+
+
+def test_a_layer_that_validation_does_not_reach_is_re_estimated_in_training():
+    class Auxiliary(parts.Blobs):
+        def __init__(self):
+            super().__init__()
+            self.extra = torch.nn.BatchNorm2d(1)
+
+        def training_step(self, batch, batch_idx):
+            return super().training_step((self.extra(batch[0]), batch[1]), batch_idx)
+
+    module = Auxiliary()
+    recovered(module)
+    assert module.extra.num_batches_tracked == module.net[1].num_batches_tracked == 4
+
+
 def test_measuring_leaves_random_state_logs_and_modes_alone():
     def losses(recovery):
         module = parts.blobs(dropout=0.5)
