@@ -21,7 +21,7 @@ from ctdr_lightning.memory.simulate import Simulator, Trial
 from ctdr_lightning.memory.trace import Trace
 
 RUNG = 0.97
-STRIDE = 0.95
+STRIDE = 0.98
 DEPTHS = (0.0, 0.02, 0.05, 0.1, 0.15)
 CROWDED = 0.85
 PATIENCE = 48
@@ -30,7 +30,7 @@ FIRST_SHARE = 0.4
 KICKS = 40
 IN_VAIN = 15
 CALM_SWEEPS = 2
-WORK_AT_LEAST, WORK_PER_ITEM = 200_000, 1_200
+WORK_AT_LEAST, WORK_PER_ITEM = 500_000, 1_200
 _NOTHING_S = 1e-12
 _EACH = CHOICES.index(RECOMPUTE_EACH)
 
@@ -63,7 +63,7 @@ class Search:
         self._plain = self._simulator.peak_bytes
         self._random = random.Random(seed)
         self._expired = expired
-        self._work = int((WORK_AT_LEAST + WORK_PER_ITEM * len(self._moves.items)) * patience)
+        self._work = int(max(WORK_AT_LEAST, WORK_PER_ITEM * len(self._moves.items)) * patience)
         self._stop_work = self._work
         self.frontier = frontier or Frontier(self._moves.items, self._moves.default)
         self._n_found = 0
