@@ -53,9 +53,8 @@ print("finished")
 
 def run(budget, tmp_path):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(2**20)}
-    return subprocess.run(
-        [sys.executable, "-c", SCRIPT, budget], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900
-    )
+    command = [sys.executable, "-c", SCRIPT, budget]
+    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
 
 
 @pytest.mark.slow
