@@ -2,7 +2,8 @@
 
 No paper. A search over single values (kept, recomputed once, recomputed at each use; unsaved values such as residual
 sums held as cheap checkpoints) builds the frontier of bytes against seconds, once for a trace; every budget is answered
-from it. The plan of every other policy for the budget is looked at as well, so that none is better. How long it thinks
+from it. The plan of every other policy for the budget is looked at as well, so that none is better; but not that of
+``checkmate``, whose solver stops by the clock, and which it comes within a percent of. How long it thinks
 is counted in work, not in seconds, so that the same trace gives the same plan everywhere; the clock only stops what
 takes far too long. Complexity: about linear in the values, times the size of the groups that they form.
 """

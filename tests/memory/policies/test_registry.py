@@ -1,0 +1,60 @@
+"""Policies of other people: the one in the documentation, by decorator and by entry point."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ctdr_lightning.errors import InfeasibleBudgetError
+from ctdr_lightning.memory import Budget, plan, simulate
+from ctdr_lightning.memory.policies import POLICIES
+from ctdr_lightning.registry import Registry
+from tests.memory.graphs import chain, graph_trace
+
+PAGE = Path(__file__).parents[3] / "docs" / "policies.md"
+(EXAMPLE,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+TRACE = graph_trace(chain([4, 8, 2, 8, 4, 2]))
+
+
+@pytest.fixture
+def largest_first(monkeypatch):
+    monkeypatch.setattr(POLICIES, "_entries", dict(POLICIES._entries))
+    names = {}
+    exec(compile(EXAMPLE, str(PAGE), "exec"), names)
+    return names["largest_first"]
+
+
+def test_the_example_is_short_fits_and_is_known_by_name(largest_first):
+    assert len([line for line in EXAMPLE.splitlines() if line.strip()]) <= 15
+    plain = simulate(TRACE).peak_bytes
+    made = plan(TRACE, plain - 6, "largest_first")
+    assert made.policy == "largest_first"
+    assert made.peak_bytes <= plain - 6
+    assert plan(TRACE, plain - 6, largest_first).actions == made.actions
+    with pytest.raises(InfeasibleBudgetError):
+        plan(TRACE, 1, "largest_first")
+
+
+def test_auto_looks_at_registered_policies_too(largest_first, monkeypatch):
+    asked = []
+
+    def spy(trace, budget):
+        asked.append(budget)
+        return largest_first(trace, budget)
+
+    POLICIES._entries["largest_first"] = spy
+    POLICIES["auto"](TRACE, Budget(peak_bytes=simulate(TRACE).peak_bytes - 6))
+    assert asked
+
+
+def test_entry_points_are_loaded_once_asked_for(monkeypatch):
+    class Point:
+        name = "theirs"
+
+        def load(self):
+            return len
+
+    monkeypatch.setattr("ctdr_lightning.registry.entry_points", lambda group: [Point()] if group == "a.group" else [])
+    registry = Registry("policy", group="a.group")
+    assert list(registry) == ["theirs"]
+    assert registry["theirs"] is len
