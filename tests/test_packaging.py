@@ -198,7 +198,7 @@ def test_commands_in_the_documents_exist():
     assert {"demo", "test"} <= set(asked) <= targets
     modules = re.findall(r"^python -m ([\w.]+)", shell, re.MULTILINE)
     assert [name for name in modules if find_spec(name) is None] == []
-    assert set(re.findall(r"^ctdr ([\w-]+)", shell, re.MULTILINE)) <= {"decompose", "plan", "explain"}
+    assert set(re.findall(r"^ctdr ([\w-]+)", shell, re.MULTILINE)) <= {"decompose", "plan", "max-batch", "explain"}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)

@@ -39,6 +39,12 @@ class Frontier:
         self.default = default
         self._points: list[Point] = []
 
+    def copy(self) -> Frontier:
+        """The same plans, to go on from."""
+        twin = Frontier(self.items, self.default)
+        twin._points = list(self._points)
+        return twin
+
     @property
     def least(self) -> Point:
         """The plan with the least peak."""

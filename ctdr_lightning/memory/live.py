@@ -24,6 +24,14 @@ def tell_trackers(tensors: Iterable[Any]) -> None:
             tracker.track(tensors)
 
 
+class _Storage(weakref.ref):
+    """A weak reference to a counted storage."""
+
+    __slots__ = ("key", "n_bytes")
+    key: int
+    n_bytes: int
+
+
 class LiveBytes:
     """Counts the bytes of the storages it is shown, until they die.
 
@@ -37,14 +45,25 @@ class LiveBytes:
     def __init__(self) -> None:
         self.now = 0
         self.peak = 0
-        self._known: dict[int, weakref.ref[Any]] = {}
+        self._known: dict[int, _Storage] = {}
+        me = weakref.ref(self)
+
+        def died(ref: _Storage) -> None:
+            tracker = me()
+            if tracker is not None:
+                tracker.now -= ref.n_bytes
+                tracker._known.pop(ref.key, None)
+
+        self._died = died
 
     def track(self, tensors: Iterable[Any]) -> None:
         """Count the storages of tensors that are not counted yet."""
         for tensor in tensors:
             storage = storage_of(tensor) if isinstance(tensor, Tensor) else None
-            if storage is not None:
-                self._add(storage)
+            if storage is not None and storage._cdata not in self._known:
+                self.now += self._watch(storage, storage.nbytes())
+                if self.now > self.peak:
+                    self.peak = self.now
 
     def ignore(self, tensors: Iterable[Any]) -> None:
         """Never count these tensors' storages: they are from before the step."""
@@ -53,23 +72,11 @@ class LiveBytes:
             if storage is not None and storage._cdata not in self._known:
                 self._watch(storage, 0)
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata not in self._known:
-            n_bytes = storage.nbytes()
-            self.now += n_bytes
-            self.peak = max(self.peak, self.now)
-            self._watch(storage, n_bytes)
-
-    def _watch(self, storage: torch.UntypedStorage, n_bytes: int) -> None:
-        key, me = storage._cdata, weakref.ref(self)
-
-        def died(_: weakref.ref[Any]) -> None:
-            tracker = me()
-            if tracker is not None:
-                tracker.now -= n_bytes
-                tracker._known.pop(key, None)
-
-        self._known[key] = weakref.ref(storage, died)
+    def _watch(self, storage: torch.UntypedStorage, n_bytes: int) -> int:
+        key = storage._cdata
+        self._known[key] = ref = _Storage(storage, self._died)
+        ref.key, ref.n_bytes = key, n_bytes
+        return n_bytes
 
     def __enter__(self) -> LiveBytes:
         _trackers.append(self)

@@ -51,12 +51,15 @@ def auto(trace: Trace, budget: Budget) -> Actions:
 
 
 def frontier_of(trace: Trace, budget: Budget) -> Frontier:
-    """The frontier of a trace: searched once, then remembered as long as the trace lives; deepened where it must be."""
+    """The frontier of a trace: searched once, then remembered as long as the trace lives.
+
+    Where its least plan is not small enough a copy is deepened, so that no answer depends on what was asked before.
+    """
     patience = budget.time_limit_s / USUAL_TIME_LIMIT_S
-    stop_s = time.perf_counter() + budget.time_limit_s
+    stop_s = time.thread_time() + budget.time_limit_s
 
     def search(known: Frontier | None = None) -> Search:
-        return Search(trace, budget.seed, patience, lambda: time.perf_counter() > stop_s, known)
+        return Search(trace, budget.seed, patience, lambda: time.thread_time() > stop_s, known)
 
     def first() -> Frontier:
         return search().run(_starts(trace, budget))
@@ -67,7 +70,10 @@ def frontier_of(trace: Trace, budget: Budget) -> Frontier:
         return budget.peak_bytes is None or point.peak_bytes <= budget.peak_bytes
 
     frontier = _FRONTIERS.get(trace, (budget.seed, patience), first)
-    return frontier if enough(frontier.least) else search(frontier).deepen(enough)
+    if enough(frontier.least):
+        return frontier
+    limits = (budget.seed, patience, budget.peak_bytes, budget.seconds)
+    return _FRONTIERS.get(trace, limits, lambda: search(frontier.copy()).deepen(enough))
 
 
 def _starts(trace: Trace, budget: Budget) -> Iterator[Actions]:

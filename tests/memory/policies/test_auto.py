@@ -113,3 +113,10 @@ def test_a_third_party_policy_is_looked_at_too(monkeypatch):
     monkeypatch.setitem(POLICIES._entries, "mine", mine)
     auto(trace, Budget(peak_bytes=at(trace, 0.5)))
     assert asked == [Budget(peak_bytes=at(trace, 0.5))]
+
+
+def test_an_answer_does_not_depend_on_what_was_asked_before():
+    trace = Trace.from_json(TRACES["R"]().to_json())
+    tight, usual = (Budget(peak_bytes=at(trace, share)) for share in (0.2, 0.8))
+    auto(trace, tight)
+    assert auto(trace, usual) == auto(Trace.from_json(trace.to_json()), usual)
