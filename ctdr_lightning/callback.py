@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from ctdr_lightning.errors import ConfigError
+from ctdr_lightning.loggers import log_scalars
 from ctdr_lightning.monitor import Monitor, peak_flops
 from ctdr_lightning.options import Options, read_state
 from ctdr_lightning.recovery import Recovery
@@ -34,14 +35,13 @@ class CTDRCallback(Callback):
     Args:
         rank: Share of parameters that layers keep (float), a rank (int), ``"vbmf"``, ``"error=0.05"``,
             ``"energy=0.99"``, or a mapping from layer pattern to any of these; None decomposes nothing.
-        method: Decomposition method, or ``"auto"``: Tucker-2 for convolutions, SVD for linear layers.
+        method: Decomposition method, or ``"auto"``: for each layer the one of least error at equal parameters.
         select: Patterns of the layers to take (``"features.*"``); ``!`` leaves out; None takes all.
         memory_budget: Bytes a step may take: ``"8GiB"``, a number, or a fraction of the device's memory.
-        policy: Name of the memory policy. Without a budget ``"auto"`` keeps the project's promise: the least peak whose
-            step takes no longer than the dense model's; ``"keep"`` plans nothing.
+        policy: Name of the memory policy. Without a budget ``"auto"`` makes the peak as small as it can be in no more
+            than the dense model's time, and ``"keep"`` plans nothing.
         recovery: True for the default schedule, a `Recovery`, its fields, or a YAML file; None for no recovery.
-        plan: A decomposition plan, or the JSON or YAML file of one, to follow instead of ``rank``, ``method`` and
-            ``select``.
+        plan: A decomposition plan, or its JSON or YAML file, in the place of ``rank``, ``method`` and ``select``.
         max_slowdown: Without a budget: how long a step may take, in steps of the dense model.
         retry_on_oom: Run a step that ran out of memory again, under a tighter plan and from the same random state.
         allow_untested: Go on under a strategy that is not among the tested ones.
@@ -111,8 +111,8 @@ class CTDRCallback(Callback):
         if stage != "fit":
             return
         recovery, cuts = self.options.recovery, self.surgeon.cuts
-        untested = self.options.allow_untested
-        check_strategy(trainer.strategy, cuts=cuts, changes=recovery is not None, allow_untested=untested)
+        changes, untested = recovery is not None, self.options.allow_untested
+        check_strategy(trainer.strategy, cuts=cuts, changes=changes, allow_untested=untested)
         check_callbacks(trainer, self, staged=recovery is not None and recovery.staged)
         check_compiled(pl_module, plans=self.options.plans_memory, distills=recovery is not None and recovery.distill)
         write_complete_files(trainer.strategy)
@@ -144,7 +144,7 @@ class CTDRCallback(Callback):
         if self.coach is not None:
             self.coach.train_start(trainer, pl_module)
         self._attach(trainer, pl_module)
-        self._log(trainer, pl_module, self.reporter.facts(trainer, pl_module), on_epoch=True)
+        log_scalars(trainer, pl_module, self.reporter.facts(trainer, pl_module), on_epoch=True)
         self.engine.counting = peak_flops(trainer) is not None
         self.monitor.start()
 
@@ -163,8 +163,7 @@ class CTDRCallback(Callback):
         self.engine.session = self.memory.session
         self.engine.tighten = self.memory.tighten if self.options.retry_on_oom else None
         if self.coach is not None:
-            self.engine.around = self.coach.teacher.around if self.coach.teacher is not None else None
-            self.engine.key = (self.coach.progress.stage, self.coach.rates.scale)
+            self.engine.around, self.engine.key = self.coach.around, self.coach.key
         self.engine.attach(pl_module)
 
     @override
@@ -195,8 +194,8 @@ class CTDRCallback(Callback):
                 self.coach.step_done()
         if self.monitor.due(trainer):
             values = self.reporter.interval(trainer, pl_module, batch)
-            teacher = self.coach.teacher if self.coach is not None else None
-            self._log(trainer, pl_module, values | (teacher.logs() if teacher is not None else {}), on_step=True)
+            values |= self.coach.step_logs() if self.coach is not None else {}
+            log_scalars(trainer, pl_module, values, on_step=True)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -219,7 +218,7 @@ class CTDRCallback(Callback):
         self._epoch_trained(trainer, pl_module)
         self.monitor.resume()
         if self.coach is not None:
-            self._log(trainer, pl_module, self.coach.logs(), on_epoch=True)
+            log_scalars(trainer, pl_module, self.coach.logs(), on_epoch=True)
             self.coach.epoch_end(trainer)
 
     def _epoch_trained(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -252,12 +251,6 @@ class CTDRCallback(Callback):
         self._release()
         self._unhook()
 
-    @staticmethod
-    def _log(trainer: Trainer, pl_module: LightningModule, values: dict[str, Any], **when: bool) -> None:
-        if values and not trainer.barebones:
-            when = {"on_step": False, "on_epoch": False, **when}
-            pl_module.log_dict(values, reduce_fx="max", sync_dist=trainer.world_size > 1, batch_size=1, **when)
-
     def _release(self) -> None:
         self.engine.release()
         self.memory.release()
@@ -265,9 +258,9 @@ class CTDRCallback(Callback):
             self.coach.release()
 
     def _unhook(self) -> None:
-        hook, self._hook = self._hook, None
-        if hook is not None:
-            hook.remove()
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = None
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""Reports and pictures for whatever loggers a trainer has, told apart by what they can do."""
+"""Numbers, reports and pictures for whatever loggers a trainer has, told apart by what they can do."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,20 @@ from typing import Any
 from ctdr_lightning import files
 
 _log = logging.getLogger(__name__)
+
+
+def log_scalars(trainer: Any, module: Any, values: Mapping[str, Any], **when: bool) -> None:
+    """Log numbers through the module, the largest of all ranks; nothing where the trainer allows no logging.
+
+    Args:
+        trainer: In training.
+        module: The LightningModule.
+        values: By name, the same names on every rank.
+        when: ``on_step`` or ``on_epoch``.
+    """
+    if values and not trainer.barebones:
+        when = {"on_step": False, "on_epoch": False, **when}
+        module.log_dict(values, reduce_fx="max", sync_dist=trainer.world_size > 1, batch_size=1, **when)
 
 
 def publish_text(loggers: Sequence[Any], name: str, text: str, step: int) -> None:

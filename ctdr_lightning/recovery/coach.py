@@ -8,24 +8,22 @@ run repeats the decision.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from ctdr_lightning.errors import CheckpointError, ConfigError
 from ctdr_lightning.recovery import optimizers
-from ctdr_lightning.recovery.batchnorm import copy_statistics, reestimate, tracked
 from ctdr_lightning.recovery.distill import Teacher
+from ctdr_lightning.recovery.estimator import Estimator
 from ctdr_lightning.recovery.phases import Freezer, RateScaler
 from ctdr_lightning.recovery.progress import Progress, failed, first_cut_epoch, next_move, phase_at
 from ctdr_lightning.recovery.schedule import Phase, Recovery
 from ctdr_lightning.trainer import rehearsal
-from ctdr_lightning.trainer.modules import overrides
-from ctdr_lightning.trainer.randomness import isolated
 from ctdr_lightning.trainer.strategies import rewrap
 from ctdr_lightning.trainer.structure import match_structure
 from ctdr_lightning.trainer.surgeon import Surgeon
@@ -49,7 +47,7 @@ class Coach:
         self._freezer = Freezer()
         self._dense: nn.Module | None = None
         self._snapshot: dict[str, Any] | None = None
-        self._evaluates = True
+        self._estimator = Estimator(recovery.batchnorm_batches)
 
     @property
     def cuts_at_start(self) -> bool:
@@ -113,7 +111,7 @@ class Coach:
     def epoch_trained(self, trainer: Any, module: LightningModule) -> None:
         """Re-estimate BatchNorm with the weights that an epoch ended with, once, before they are judged or saved."""
         if self.progress.stage > 0 and self.progress.estimated_epoch != trainer.current_epoch:
-            self._reestimate(trainer, module)
+            self._estimator.run(trainer, module)
             self.progress.estimated_epoch = trainer.current_epoch
 
     def validation_end(self, trainer: Any) -> None:
@@ -141,6 +139,20 @@ class Coach:
         self.rates.release()
         self._freezer.thaw()
         self._dense = None
+
+    @property
+    def around(self) -> Callable[..., Any] | None:
+        """What wraps a training step: the teacher, where there is one."""
+        return self.teacher.around if self.teacher is not None else None
+
+    @property
+    def key(self) -> tuple[int, float]:
+        """What makes steps of equal shapes differ: the stage and the learning rate's scale."""
+        return self.progress.stage, self.rates.scale
+
+    def step_logs(self) -> dict[str, Any]:
+        """What the teacher takes and adds to the loss; the same names on every rank."""
+        return self.teacher.logs() if self.teacher is not None else {}
 
     def logs(self) -> dict[str, float]:
         """Where recovery stands, for the loggers; the same names on every rank."""
@@ -208,44 +220,8 @@ class Coach:
         measuring = self.recovery.reference == "measure"
         monitor = str(self.recovery.monitor)
         self.progress.raw = measure(trainer, module, monitor) if measuring else None
-        used = self._reestimate(trainer, module)
+        used = self._estimator.run(trainer, module)
         self.progress.batchnorm = measure(trainer, module, monitor) if measuring and used else self.progress.raw
-
-    def _reestimate(self, trainer: Any, module: LightningModule) -> bool:
-        """Re-estimate on training batches as they are in evaluation (no dropout, nothing that a training step adds)."""
-        if self.recovery.batchnorm_batches == 0 or not tracked(module):
-            return False
-        self._evaluates &= overrides(module, "validation_step")
-        with isolated():
-            copy = self._evaluated(trainer, module) if self._evaluates else None
-            if copy is None:
-                copy = rehearsal.rehearse(module, trainer)
-                self._run(trainer, copy, "training_step")
-        copy_statistics(copy, module)
-        return True
-
-    def _evaluated(self, trainer: Any, module: LightningModule) -> LightningModule | None:
-        """A copy re-estimated by ``validation_step``; None where that is not made for training batches."""
-        copy = rehearsal.rehearse(module, trainer).eval()
-        try:
-            with rehearsal.evaluating(trainer):
-                missed = tracked(copy).keys() - self._run(trainer, copy, "validation_step")
-        except Exception as error:
-            rank_zero_warn(f"CTDR: validation_step takes no training batch ({error}); training_step re-estimates.")
-        else:
-            if not missed:
-                return copy
-        self._evaluates = False
-        return None
-
-    def _run(self, trainer: Any, copy: LightningModule, step: str) -> set[str]:
-        batches = rehearsal.training_batches(trainer, copy, self.recovery.batchnorm_batches)
-        return reestimate(
-            copy,
-            lambda numbered: rehearsal.run_step(copy, trainer, step, numbered[1], numbered[0]),
-            enumerate(batches),
-            partial(rehearsal.mean_over_ranks, trainer),
-        )
 
     def _roll_back(self, trainer: Any, module: LightningModule) -> None:
         assert self._snapshot is not None
