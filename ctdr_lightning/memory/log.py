@@ -112,6 +112,7 @@ class StepLog:
         module: str,
         backward: bool,
         pin: str = "",
+        region: int = -1,
     ) -> None:
         """Enter a call that has run, during the present tick; ``pin`` says why it may not be run again, if so."""
         outs = [o if isinstance(o, Tensor) else None for o in (out if type(out) in (tuple, list) else (out,))]
@@ -124,7 +125,9 @@ class StepLog:
             if _has_storage(tensor):
                 self._overwrite(tensor, pin or ("" if tensor is outs[0] else "written as a side effect"))
         outputs = tuple(-1 if o is None or not _has_storage(o) else self._made(o, pin, backward) for o in outs)
-        self._ops.append((traits(func).name, self.tick, inputs, outputs, seconds, temp_bytes, module, backward, pin))
+        self._ops.append(
+            (traits(func).name, self.tick, inputs, outputs, seconds, temp_bytes, module, backward, pin, region)
+        )
 
     def saved(self, value: Value, tensor: Tensor) -> LoggedHandle:
         """Autograd saves a tensor: the handle to give it."""
@@ -236,6 +239,10 @@ class StepLog:
         ref.storage.end = self.tick
         if self._tensors.get(ref.key) is ref:
             del self._tensors[ref.key]
+
+    def forget_regions(self) -> None:
+        """Which module ran cannot be told, as some are compiled."""
+        self._ops = [(*op[:-1], -1) for op in self._ops]
 
     def close(self) -> None:
         """Stop watching: without this the watchers would wait for the garbage collector."""

@@ -6,8 +6,16 @@ import sys
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+_in_backward = torch._C._current_graph_task_id
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` was called on a module."""
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
 def is_fsdp_unit(module: nn.Module) -> bool:
@@ -24,11 +32,15 @@ class ModulePaths:
 
     Attributes:
         unit: Identity of the innermost FSDP unit whose forward runs; 0 outside of one.
+        entered: How many forwards of modules have begun, those of a recomputation in the backward left out.
+        compiled: Whether one of them is compiled.
     """
 
     def __init__(self, root: nn.Module | None = None) -> None:
         self._root = root
         self.unit = 0
+        self.entered = 0
+        self.compiled = False
         self._stack: list[tuple[nn.Module, int]] = []
         self._names: dict[int, str] = {}
         self._named: nn.Module | None = None
@@ -58,6 +70,9 @@ class ModulePaths:
         self._named, self.unit = None, 0
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
+        if _in_backward() == -1:
+            self.entered += 1
+        self.compiled |= is_compiled(module)
         if is_fsdp_unit(module):
             self.unit = id(module)
         self._stack.append((module, self.unit))

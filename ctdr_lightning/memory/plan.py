@@ -54,6 +54,8 @@ class ScriptLine:
             ``"no"``,
             ``"awaited"`` (for as long as autograd awaits it) or ``"needed"`` (for as long as any replay may read it).
         saves: Whether autograd saves, between this op and the next, anything that is dropped.
+        region: How many forwards of modules have begun before it; -1 where that is not known.
+        idle: Whether the tape has nothing to do here.
     """
 
     op: str
@@ -61,6 +63,8 @@ class ScriptLine:
     replay: bool = False
     stays: tuple[str, ...] = ()
     saves: bool = True
+    region: int = -1
+    idle: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,16 +212,18 @@ def dropped_values(trace: Trace, actions: Actions) -> set[int]:
 def write_script(trace: Trace, actions: Actions) -> tuple[ScriptLine, ...]:
     """What the tape does at each forward op so that exactly the plan's values are dropped."""
     dropped = dropped_values(trace, actions)
-    saving = _saving_ops(trace, dropped)
+    saving, written = _saving_ops(trace, dropped), _writing_ops(trace, dropped)
     lines = []
     for place, index in enumerate(trace.forward_ops):
         op, saves = trace.ops[index], place in saving
         first = op.outputs[0] if op.outputs else -1
         shape = trace.values[first].shape if first >= 0 and trace.values[first].op == index else ()
         if dropped.isdisjoint(op.outputs):
-            lines.append(ScriptLine(op.name, shape, saves=saves))
+            idle = not saves and index not in written
+            lines.append(ScriptLine(op.name, shape, saves=saves, region=op.region, idle=idle))
         else:
-            lines.append(ScriptLine(op.name, shape, True, tuple(_stays(trace, actions, v) for v in op.outputs), saves))
+            stays = tuple(_stays(trace, actions, v) for v in op.outputs)
+            lines.append(ScriptLine(op.name, shape, True, stays, saves, op.region))
     return tuple(lines)
 
 
@@ -225,6 +231,14 @@ def _saving_ops(trace: Trace, values: set[int]) -> set[int]:
     """Places in the forward after which autograd saves one of the values."""
     ticks = [trace.ops[index].tick for index in trace.forward_ops]
     return {bisect_right(ticks, save.packed) - 1 for v in values for save in trace.values[v].saves}
+
+
+def _writing_ops(trace: Trace, dropped: set[int]) -> set[int]:
+    """Ops that write over something in a storage which a replay reads or makes."""
+    read = {source for v in dropped for source in trace.ops[trace.values[v].op].inputs}
+    places = {trace.values[v].storage for v in read | dropped}
+    written = (v for v in trace.values if v.storage in places and v.op >= 0)
+    return {v.op for v in written if trace.storages[v.storage].born != trace.ops[v.op].tick}
 
 
 def _stays(trace: Trace, actions: Actions, value: int) -> str:

@@ -100,6 +100,7 @@ class Recorder(TorchDispatchMode):
         self.log.ran(
             func, args, kwargs, inputs, out,
             seconds=seconds, temp_bytes=temp_bytes, module=self._paths.path, backward=backward, pin=pin,
+            region=self._paths.entered,
         )  # fmt: skip
         if self.evictor is not None and backward:
             self.evictor.ran(None, [], out, seconds)
@@ -138,6 +139,8 @@ class Recorder(TorchDispatchMode):
         meta = {"torch": str(torch.__version__)}
         if self._probe is not None and self._probe.failure:
             meta["workspaces"] = f"not measured: {self._probe.failure}"
+        if self._paths.compiled:
+            self.log.forget_regions()
         found = self.log.finish(self._device, meta, evicting=self.evictor is not None)
         return found.with_costs([clock.seconds(op.seconds) for op in found.ops], temps)
 

@@ -22,6 +22,7 @@ from ctdr_lightning.memory.modules import ModulePaths
 from ctdr_lightning.memory.online import Evictor, Online
 from ctdr_lightning.memory.pins import pin_reason_of_types, traits
 from ctdr_lightning.memory.plan import Plan, ScriptLine
+from ctdr_lightning.memory.regions import Regions, Sleeper
 from ctdr_lightning.memory.replay import hold_for_views, unpack
 from ctdr_lightning.memory.table import ValueTable
 from ctdr_lightning.memory.values import Handle, Held
@@ -101,6 +102,8 @@ class Tape(TorchDispatchMode):
         self._paths = ModulePaths()
         self._index = 0
         self._listener: _Listener | None = None
+        self._regions = Regions(plan.script)
+        self._sleeper: Sleeper | None = None
 
     def __enter__(self) -> Tape:
         self._index, self.diverged = 0, ""
@@ -111,13 +114,21 @@ class Tape(TorchDispatchMode):
             if self.evictor is not None:
                 self.evictor.__enter__()
                 self._paths.__enter__()
+            elif self._regions.any_quiet:
+                self._sleeper = Sleeper(self._regions, self._switch, self._wake, self._doze)
             super().__enter__()
+            if self._sleeper is not None:
+                self._sleeper.attach(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._listener is None:
             return
-        super().__exit__(kind, error, tb)
+        sleeper, self._sleeper = self._sleeper, None
+        if sleeper is not None:
+            sleeper.detach()
+        if sleeper is None or sleeper.awake:
+            super().__exit__(kind, error, tb)
         if self.evictor is not None:
             self._paths.__exit__(kind, error, tb)
             self.evictor.__exit__(kind, error, tb)
@@ -140,6 +151,8 @@ class Tape(TorchDispatchMode):
             return func(*args, **kwargs)
         self._index = index + 1
         if self.diverged or not self._expected(func, index):
+            if self._sleeper is not None:
+                self._sleeper.stays_awake = True
             self._listen(self._online is not None)
             if self._online is not None and not (types and pin_reason_of_types(tuple(types))):
                 self._table.unit = self._paths.unit
@@ -151,6 +164,18 @@ class Tape(TorchDispatchMode):
         if self.evictor is not None:
             self.evictor.track(out)
         return out
+
+    def _switch(self, on: bool) -> None:
+        if on:
+            super().__enter__()
+        else:
+            super().__exit__(None, None, None)
+
+    def _wake(self, index: int) -> None:
+        self._index = index
+
+    def _doze(self) -> None:
+        self._listen(False)
 
     def _listen(self, on: bool) -> None:
         listener = self._listener

@@ -37,6 +37,7 @@ class OpRecord:
         module: Path of the module in whose forward it ran; empty outside of one.
         backward: Whether autograd's backward ran it.
         pin: Why it may not be run again, or the empty string.
+        region: How many forwards of modules had begun before it; -1 where that is not known.
     """
 
     name: str
@@ -48,6 +49,7 @@ class OpRecord:
     module: str
     backward: bool
     pin: str
+    region: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -15,12 +16,20 @@ from tests.memory.harness import Bench, check
 SIZE = 4
 
 
+class Instruction(nn.Module):
+    """An instruction that begins a region of its own, through which the tape may sleep."""
+
+    def forward(self, name: str, program: Program, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
+        return INSTRUCTIONS[name](program, a, b)
+
+
 class Program(nn.Module):
     """A pool of square matrices; each instruction makes a new one from the pool, or writes one in place."""
 
-    def __init__(self, code: list[tuple[str, int, int]]) -> None:
+    def __init__(self, code: list[tuple[str, int, int]], modular: bool) -> None:
         super().__init__()
         self.code = code
+        self.run = Instruction() if modular else Instruction().forward
         self.weights = nn.ParameterList(torch.randn(SIZE, SIZE) for _ in range(2))
         self.norm = nn.BatchNorm1d(SIZE)
         self.frozen = nn.Buffer(torch.randn(SIZE, SIZE))
@@ -30,7 +39,7 @@ class Program(nn.Module):
         pool = [self.weights[0] @ self.frozen, self.weights[1].tanh(), self.frozen.clone()]
         for name, i, j in self.code:
             a, b = pool[i % len(pool)], pool[j % len(pool)]
-            made = INSTRUCTIONS[name](self, a, b)
+            made = self.run(name, self, a, b)
             if name == "forget":
                 if len(pool) > 1:
                     pool.pop(i % len(pool))
@@ -115,9 +124,9 @@ def _runs(bench: Bench) -> bool:
     return True
 
 
-def _check(code: list[tuple[str, int, int]]) -> bool:
+def _check(code: list[tuple[str, int, int]], modular: bool) -> bool:
     torch.manual_seed(0)
-    bench = Bench(Program(code), lambda program: program())
+    bench = Bench(Program(code, modular), lambda program: program())
     if not _runs(bench):
         return False
     check(bench, seeds=3)
@@ -125,9 +134,9 @@ def _check(code: list[tuple[str, int, int]]) -> bool:
 
 
 @settings(max_examples=60, deadline=None)
-@given(STORED)
-def test_random_programs(code):
-    assume(_check(code))
+@given(STORED, st.booleans())
+def test_random_programs(code, modular):
+    assume(_check(code, modular))
 
 
 def long_program(seed: int) -> list[tuple[str, int, int]]:
@@ -138,14 +147,15 @@ def long_program(seed: int) -> list[tuple[str, int, int]]:
     for _ in range(60):
         more = [(draw.choice(names), draw.randrange(40), draw.randrange(40)) for _ in range(2)]
         torch.manual_seed(0)
-        if _runs(Bench(Program(code + more), lambda program: program())):
+        if _runs(Bench(Program(code + more, False), lambda program: program())):
             code += more
     return code
 
 
-def test_long_random_programs():
+@pytest.mark.parametrize("modular", [False, True])
+def test_long_random_programs(modular):
     for seed in range(4):
-        assert _check(long_program(seed))
+        assert _check(long_program(seed), modular)
 
 
 # What random programs have found: views that were asked for their grad_fn gave the backward another order (the first);
@@ -160,7 +170,8 @@ FOUND = (
 )
 
 
-def test_what_random_programs_have_found():
+@pytest.mark.parametrize("modular", [False, True])
+def test_what_random_programs_have_found(modular):
     for text in FOUND:
         words = [line.split() for line in text.split(", ")]
-        assert _check([(name, int(i), int(j)) for name, i, j in words])
+        assert _check([(name, int(i), int(j)) for name, i, j in words], modular)

@@ -1,0 +1,99 @@
+"""Lets the tape sleep while modules run in which its plan has nothing to do: seeing an op costs even who does nothing.
+
+A *region* is what runs between the beginning of one module's forward and that of the next. In a quiet region nothing is
+replayed, nothing dropped is saved, and nothing is written that a replay reads, so that whether its ops are seen makes
+no difference; the dispatch mode leaves the stack, and comes back when a busy region begins.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+from ctdr_lightning.memory.plan import ScriptLine
+
+_in_backward = torch._C._current_graph_task_id
+
+
+class Regions:
+    """The regions of a script: where each begins, and which are busy.
+
+    Attributes:
+        first: For each region the index of the first line that is not before it.
+        busy: For each region whether the tape has anything to do there.
+    """
+
+    def __init__(self, script: Sequence[ScriptLine]) -> None:
+        known = all(line.region >= 0 for line in script)
+        count = 1 + max((line.region for line in script), default=-1) if known else 0
+        self.busy = [False] * count
+        self.first = [len(script)] * count
+        for index in reversed(range(len(script) if known else 0)):
+            line = script[index]
+            self.busy[line.region] |= not line.idle
+            self.first[line.region] = index
+        for region in reversed(range(count - 1)):
+            self.first[region] = min(self.first[region], self.first[region + 1])
+        self.any_quiet = not all(self.busy)
+
+
+class Sleeper:
+    """Takes a dispatch mode off the stack in quiet regions.
+
+    Args:
+        regions: Of the mode's script.
+        switch: Puts the mode on the stack, or takes it off.
+        wakes: Told the index of the next line when the mode is back.
+        dozes: Told when a second quiet region in a row begins; what the line before the first said holds until then.
+
+    Attributes:
+        awake: Whether the mode is on the stack.
+        stays_awake: Set where the step differs from the script: from then on every op is seen.
+    """
+
+    def __init__(
+        self,
+        regions: Regions,
+        switch: Callable[[bool], None],
+        wakes: Callable[[int], None],
+        dozes: Callable[[], None],
+    ) -> None:
+        self._regions = regions
+        self._switch, self._wakes, self._dozes = switch, wakes, dozes
+        self._thread = threading.get_ident()
+        self._below = _get_current_dispatch_mode()
+        self._region = 0
+        self._mode: TorchDispatchMode | None = None
+        self.awake = True
+        self.stays_awake = False
+
+    def attach(self, mode: TorchDispatchMode) -> None:
+        """Follow the forward from here; the mode is on the stack."""
+        self._mode = mode
+        self._hook = register_module_forward_pre_hook(self._begin)
+
+    def detach(self) -> None:
+        """Follow no longer."""
+        self._hook.remove()
+        self._mode = None
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or _in_backward() != -1 or threading.get_ident() != self._thread:
+            return
+        self._region += 1
+        region, busy = self._region, self._regions.busy
+        wanted = self.stays_awake or region >= len(busy) or busy[region]
+        if wanted is self.awake:
+            if not wanted:
+                self._dozes()
+        elif _get_current_dispatch_mode() is (self._mode if self.awake else self._below):  # no mode of others above
+            self.awake = wanted
+            self._switch(wanted)
+            if wanted and region < len(busy):
+                self._wakes(self._regions.first[region])

@@ -1,0 +1,118 @@
+"""The tape sleeps while modules run in which its plan has nothing to do."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from ctdr_lightning.memory import RECOMPUTE, Tape, record
+from ctdr_lightning.memory.online import Evictor
+from ctdr_lightning.memory.regions import Regions
+from tests.memory.harness import Bench, planned
+from tests.memory.leaks import assert_nothing_is_installed
+from tests.memory.programs import exact, mlp
+
+X = torch.ones(3, 16)
+
+
+def seen(net, tape, step):
+    """Whether a dispatch mode is on the stack at the end of each module's forward; the step's loss."""
+    found = []
+    hooks = [m.register_forward_hook(lambda *_: found.append(torch._C._len_torch_dispatch_stack())) for m in net]
+    with tape:
+        loss = step(net)
+    for hook in hooks:
+        hook.remove()
+    return [n > 0 for n in found], loss
+
+
+def dropping(trace, module):
+    value = next(v for v in trace.saved if trace.module_of(v).endswith(module))
+    return planned(trace, {value: RECOMPUTE})
+
+
+def step(net):
+    return net(X).square().sum()
+
+
+def test_only_modules_with_something_to_do_are_seen():
+    net = mlp(16, 16, 16, 16, 16)
+    bench = Bench(net, step)
+    want, made = bench.run(), dropping(bench.record(), "4")
+    awake, loss = seen(net, tape := Tape(made), step)
+    assert [i for i, on in enumerate(awake) if on] == [3, 4, 6]  # what makes it, the Tanh itself, and who saves it too
+    assert not tape.diverged
+    loss.backward()
+    assert not bench.run(Tape(made)).differs_from(want)
+    assert_nothing_is_installed()
+
+
+def test_a_budget_for_steps_that_differ_keeps_it_awake():
+    net = mlp(16, 16, 16, 16, 16)
+    made = dropping(Bench(net, step).record(), "4")
+    assert all(seen(net, Tape(made, Evictor(10**9)), step)[0])
+
+
+class Overwriting(nn.Module):
+    """Writes over what another module's replay will read, in a module where nothing is dropped."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.scale = nn.Linear(16, 16), nn.Sigmoid(), Scale()
+
+    def forward(self, x):
+        hidden = self.a(x) + 1  # autograd does not save it, but the replay of b reads it
+        out = self.b(hidden)
+        self.scale(hidden)
+        return out.square().sum() + hidden.sum()
+
+
+class Scale(nn.Module):
+    def forward(self, x):
+        return x.mul_(2)
+
+
+def test_a_write_over_what_a_replay_reads_is_seen():
+    exact(Overwriting(), lambda net: net(X))
+    net = Overwriting()
+    trace = record(lambda: net(X))
+    made = dropping(trace, "b")
+    busy = Regions(made.script).busy
+    assert busy == [False, False, True, True, True]  # before all, the whole, a, b, scale
+
+
+def test_modes_of_the_program_stay_where_they_are():
+    net = mlp(16, 16, 16, 16, 16)
+
+    def counted(net):
+        hidden = net[:5](X)
+        with FlopCounterMode(display=False) as counter:
+            out = net[5:](hidden).square().sum()
+        assert counter.get_total_flops() > 0
+        return out
+
+    exact(net, counted)
+    bench = Bench(net, counted)
+    want = bench.run()
+    for module in ("1", "4", "7", "10"):
+        assert not bench.run(Tape(dropping(bench.record(), module))).differs_from(want)
+        assert_nothing_is_installed()
+
+
+def test_an_exception_in_a_quiet_module_leaves_nothing_behind():
+    net = mlp(16, 16, 16, 16, 16)
+    made = dropping(Bench(net, step).record(), "4")
+    net[9].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), Tape(made):
+        net(X)
+    assert_nothing_is_installed()
+
+
+def test_without_known_regions_everything_is_seen():
+    net = mlp(16, 16, 16)
+    made = dropping(Bench(net, step).record(), "1")
+    blind = replace(made, script=tuple(replace(line, region=-1) for line in made.script))
+    assert Regions(made.script).any_quiet
+    assert all(seen(net, Tape(blind), step)[0])
