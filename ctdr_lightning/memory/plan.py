@@ -216,10 +216,10 @@ def write_script(trace: Trace, actions: Actions) -> tuple[ScriptLine, ...]:
     lines = []
     for place, index in enumerate(trace.forward_ops):
         op, saves = trace.ops[index], place in saving
+        idle = index not in written and saving.isdisjoint((place - 1, place))
         first = op.outputs[0] if op.outputs else -1
         shape = trace.values[first].shape if first >= 0 and trace.values[first].op == index else ()
         if dropped.isdisjoint(op.outputs):
-            idle = not saves and index not in written
             lines.append(ScriptLine(op.name, shape, saves=saves, region=op.region, idle=idle))
         else:
             stays = tuple(_stays(trace, actions, v) for v in op.outputs)

@@ -50,7 +50,6 @@ class Sleeper:
         regions: Of the mode's script.
         switch: Puts the mode on the stack, or takes it off.
         wakes: Told the index of the next line when the mode is back.
-        dozes: Told when a second quiet region in a row begins; what the line before the first said holds until then.
 
     Attributes:
         awake: Whether the mode is on the stack.
@@ -62,10 +61,9 @@ class Sleeper:
         regions: Regions,
         switch: Callable[[bool], None],
         wakes: Callable[[int], None],
-        dozes: Callable[[], None],
     ) -> None:
         self._regions = regions
-        self._switch, self._wakes, self._dozes = switch, wakes, dozes
+        self._switch, self._wakes = switch, wakes
         self._thread = threading.get_ident()
         self._below = _get_current_dispatch_mode()
         self._region = 0
@@ -89,10 +87,8 @@ class Sleeper:
         self._region += 1
         region, busy = self._region, self._regions.busy
         wanted = self.stays_awake or region >= len(busy) or busy[region]
-        if wanted is self.awake:
-            if not wanted:
-                self._dozes()
-        elif _get_current_dispatch_mode() is (self._mode if self.awake else self._below):  # no mode of others above
+        undisturbed = _get_current_dispatch_mode() is (self._mode if self.awake else self._below)
+        if wanted is not self.awake and undisturbed:  # no mode of others lies above
             self.awake = wanted
             self._switch(wanted)
             if wanted and region < len(busy):

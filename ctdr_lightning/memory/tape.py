@@ -115,7 +115,7 @@ class Tape(TorchDispatchMode):
                 self.evictor.__enter__()
                 self._paths.__enter__()
             elif self._regions.any_quiet:
-                self._sleeper = Sleeper(self._regions, self._switch, self._wake, self._doze)
+                self._sleeper = Sleeper(self._regions, self._switch, self._wake)
             super().__enter__()
             if self._sleeper is not None:
                 self._sleeper.attach(self)
@@ -173,9 +173,6 @@ class Tape(TorchDispatchMode):
 
     def _wake(self, index: int) -> None:
         self._index = index
-
-    def _doze(self) -> None:
-        self._listen(False)
 
     def _listen(self, on: bool) -> None:
         listener = self._listener

@@ -8,9 +8,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ctdr_lightning.memory import RECOMPUTE, Tape, record
+from ctdr_lightning.memory.live import PeakMeter
 from ctdr_lightning.memory.online import Evictor
 from ctdr_lightning.memory.regions import Regions
-from tests.memory.harness import Bench, planned
+from tests.memory.harness import Bench, planned, random_actions
 from tests.memory.leaks import assert_nothing_is_installed
 from tests.memory.programs import exact, mlp
 
@@ -80,6 +81,38 @@ def test_a_write_over_what_a_replay_reads_is_seen():
     exact(net, lambda net: net(X))
     made = dropping(record(lambda: net(X)), "b")
     assert Regions(made.script).busy == [False, False, True, True, True]  # before all, the whole, a, b, scale
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Sequential(nn.Linear(16, 16)), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16))
+
+    def forward(self, x):
+        return (x + self.body(x)).relu()
+
+
+def test_the_peak_is_the_predicted_one_where_modules_are_nested():
+    """A value may be saved several modules later, with no op in between."""
+    net = nn.Sequential(nn.Linear(16, 16), *[nn.Sequential(Block()) for _ in range(4)], nn.Linear(16, 16), nn.Tanh())
+    images = torch.randn(256, 16)
+
+    def step(net):
+        return net(images).square().sum()
+
+    trace = Bench(net, step).record()
+    outputs = {v: RECOMPUTE for v in trace.saved if trace.ops[trace.values[v].op].name == "aten.relu.default"}
+    for actions in (outputs, *(random_actions(trace, seed) for seed in range(12))):
+        made = planned(trace, actions)
+        net.zero_grad()
+        with PeakMeter() as meter:
+            with Tape(made) as tape:
+                loss = step(net)
+            loss.backward()
+        assert not tape.diverged
+        predicted = made.peak_bytes - trace.resident_bytes
+        assert 0.97 * predicted <= meter.live.peak <= predicted  # ops' own workspaces are not metered
+        del loss
 
 
 def test_modes_of_the_program_stay_where_they_are():
