@@ -13,7 +13,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from ctdr_lightning import CTDRCallback, Recovery, files
-from ctdr_lightning.recovery import Distillation, Phase, coach
+from ctdr_lightning.recovery import Distillation, Phase, coach, estimator
 from ctdr_lightning.trainer.surgeon import Surgeon
 
 N_EPOCHS = 5
@@ -175,8 +175,8 @@ STAGED_POINTS = {
     "before the layers of a stage are cut": (lambda: before(Surgeon, "cut", 2), ()),
     "between cut and new optimizer": (lambda: before(coach.optimizers, "rebuild", 1), ()),
     "between new optimizer and BatchNorm": (lambda: after(coach.optimizers, "rebuild", 1), ()),
-    "while BatchNorm is re-estimated": (lambda: before(coach, "copy_statistics", 4), ()),
-    "while BatchNorm is re-estimated before a validation": (lambda: before(coach, "copy_statistics", 3), ()),
+    "while BatchNorm is re-estimated": (lambda: before(estimator, "copy_statistics", 4), ()),
+    "while BatchNorm is re-estimated before a validation": (lambda: before(estimator, "copy_statistics", 3), ()),
     "just after a stage": (None, [(Killer("epoch start", 2), False)]),
     "middle of a stage": (None, [(Killer("batch end", 2, 2), False)]),
     "after the last stage": (None, [(Killer("batch end", 3, 1), False)]),
@@ -251,7 +251,7 @@ def test_killed_from_outside_at_any_moment(tmp_path, tmp_path_factory):
 DDP_POINTS = {
     "middle of a stage": (None, [(Killer("batch end", 2, 1), False)]),
     "just after a stage": (None, [(Killer("epoch start", 2), False)]),
-    "while BatchNorm is re-estimated": (lambda: before(coach, "copy_statistics", 2), ()),
+    "while BatchNorm is re-estimated": (lambda: before(estimator, "copy_statistics", 2), ()),
     "while a checkpoint is written": (lambda: mid_write(4), ()),
 }
 
