@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from ctdr_lightning.memory.plan import ScriptLine
 
+MODULES_AN_OP = 4  # to be told of so many modules costs as much as to see one op
+
 _in_backward = torch._C._current_graph_task_id
 
 
@@ -27,6 +29,7 @@ class Regions:
     Attributes:
         first: For each region the index of the first line that is not before it.
         busy: For each region whether the tape has anything to do there.
+        worthwhile: Whether so many ops are in quiet regions that it pays to be told of every module.
     """
 
     def __init__(self, script: Sequence[ScriptLine]) -> None:
@@ -40,7 +43,8 @@ class Regions:
             self.first[line.region] = index
         for region in reversed(range(count - 1)):
             self.first[region] = min(self.first[region], self.first[region + 1])
-        self.any_quiet = not all(self.busy)
+        n_unseen = sum(not self.busy[line.region] for line in script) if known else 0
+        self.worthwhile = MODULES_AN_OP * n_unseen > count
 
 
 class Sleeper:

@@ -114,7 +114,7 @@ class Tape(TorchDispatchMode):
             if self.evictor is not None:
                 self.evictor.__enter__()
                 self._paths.__enter__()
-            elif self._regions.any_quiet:
+            elif self._regions.worthwhile:
                 self._sleeper = Sleeper(self._regions, self._switch, self._wake)
             super().__enter__()
             if self._sleeper is not None:

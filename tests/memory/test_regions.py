@@ -11,7 +11,7 @@ from benchmarks.peak import step_peak_bytes
 from ctdr_lightning.memory import RECOMPUTE, Tape, record
 from ctdr_lightning.memory.online import Evictor
 from ctdr_lightning.memory.regions import Regions
-from tests.memory.harness import Bench, planned, random_actions
+from tests.memory.harness import Bench, everything_dropped, planned, random_actions
 from tests.memory.leaks import assert_nothing_is_installed
 from tests.memory.programs import exact, mlp
 
@@ -48,6 +48,17 @@ def test_only_modules_with_something_to_do_are_seen():
     loss.backward()
     assert not bench.run(Tape(made)).differs_from(want)
     assert_nothing_is_installed()
+
+
+def test_a_plan_that_is_busy_everywhere_is_not_told_of_modules():
+    net = mlp(16, 16, 16)
+    trace = Bench(net, step).record()
+    hooks = torch.nn.modules.module._global_forward_pre_hooks
+    with Tape(planned(trace, everything_dropped(trace))):
+        assert not hooks
+    with Tape(dropping(trace, "1")):
+        assert hooks
+    assert not hooks
 
 
 def test_a_budget_for_steps_that_differ_keeps_it_awake():
@@ -146,5 +157,5 @@ def test_without_known_regions_everything_is_seen():
     net = mlp(16, 16, 16)
     made = dropping(Bench(net, step).record(), "1")
     blind = replace(made, script=tuple(replace(line, region=-1) for line in made.script))
-    assert Regions(made.script).any_quiet
+    assert Regions(made.script).worthwhile
     assert all(seen(net, Tape(blind), step)[0])
