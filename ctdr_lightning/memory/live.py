@@ -61,9 +61,10 @@ class LiveBytes:
         for tensor in tensors:
             storage = storage_of(tensor) if isinstance(tensor, Tensor) else None
             if storage is not None and storage._cdata not in self._known:
-                self.now += self._watch(storage, storage.nbytes())
-                if self.now > self.peak:
-                    self.peak = self.now
+                n_bytes = storage.nbytes()
+                self._watch(storage, n_bytes)
+                self.now += n_bytes
+                self.peak = max(self.peak, self.now)
 
     def ignore(self, tensors: Iterable[Any]) -> None:
         """Never count these tensors' storages: they are from before the step."""
@@ -72,11 +73,10 @@ class LiveBytes:
             if storage is not None and storage._cdata not in self._known:
                 self._watch(storage, 0)
 
-    def _watch(self, storage: torch.UntypedStorage, n_bytes: int) -> int:
+    def _watch(self, storage: torch.UntypedStorage, n_bytes: int) -> None:
         key = storage._cdata
         self._known[key] = ref = _Storage(storage, self._died)
         ref.key, ref.n_bytes = key, n_bytes
-        return n_bytes
 
     def __enter__(self) -> LiveBytes:
         _trackers.append(self)

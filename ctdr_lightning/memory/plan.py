@@ -6,11 +6,13 @@ import json
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from ctdr_lightning.errors import CheckpointError
 from ctdr_lightning.files import write_text
 from ctdr_lightning.memory.documents import parse_document, read_record
+from ctdr_lightning.memory.regions import Regions
 from ctdr_lightning.memory.trace import Trace
 from ctdr_lightning.units import format_bytes, format_seconds
 
@@ -124,6 +126,11 @@ class Plan:
     def keeps_all(self) -> bool:
         """Whether nothing is dropped, so that nothing need be installed."""
         return not any(line.replay for line in self.script)
+
+    @cached_property
+    def regions(self) -> Regions:
+        """Where the tape has anything to do; found once for all steps."""
+        return Regions(self.script)
 
     @property
     def gap(self) -> float:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from ctdr_lightning.memory.plan import ScriptLine
+if TYPE_CHECKING:  # a plan knows its regions
+    from ctdr_lightning.memory.plan import ScriptLine
 
 MODULES_AN_OP = 4  # to be told of so many modules costs as much as to see one op
 
@@ -91,8 +92,9 @@ class Sleeper:
         self._region += 1
         region, busy = self._region, self._regions.busy
         wanted = self.stays_awake or region >= len(busy) or busy[region]
-        undisturbed = _get_current_dispatch_mode() is (self._mode if self.awake else self._below)
-        if wanted is not self.awake and undisturbed:  # no mode of others lies above
+        if wanted is self.awake:
+            return
+        if _get_current_dispatch_mode() is (self._mode if self.awake else self._below):  # no mode of others lies above
             self.awake = wanted
             self._switch(wanted)
             if wanted and region < len(busy):

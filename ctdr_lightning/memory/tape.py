@@ -22,7 +22,7 @@ from ctdr_lightning.memory.modules import ModulePaths
 from ctdr_lightning.memory.online import Evictor, Online
 from ctdr_lightning.memory.pins import pin_reason_of_types, traits
 from ctdr_lightning.memory.plan import Plan, ScriptLine
-from ctdr_lightning.memory.regions import Regions, Sleeper
+from ctdr_lightning.memory.regions import Sleeper
 from ctdr_lightning.memory.replay import hold_for_views, unpack
 from ctdr_lightning.memory.table import ValueTable
 from ctdr_lightning.memory.values import Handle, Held
@@ -102,7 +102,6 @@ class Tape(TorchDispatchMode):
         self._paths = ModulePaths()
         self._index = 0
         self._listener: _Listener | None = None
-        self._regions = Regions(plan.script)
         self._sleeper: Sleeper | None = None
 
     def __enter__(self) -> Tape:
@@ -114,8 +113,8 @@ class Tape(TorchDispatchMode):
             if self.evictor is not None:
                 self.evictor.__enter__()
                 self._paths.__enter__()
-            elif self._regions.worthwhile:
-                self._sleeper = Sleeper(self._regions, self._switch, self._wake)
+            elif self.plan.regions.worthwhile:
+                self._sleeper = Sleeper(self.plan.regions, self._switch, self._wake)
             super().__enter__()
             if self._sleeper is not None:
                 self._sleeper.attach(self)
@@ -151,8 +150,6 @@ class Tape(TorchDispatchMode):
             return func(*args, **kwargs)
         self._index = index + 1
         if self.diverged or not self._expected(func, index):
-            if self._sleeper is not None:
-                self._sleeper.stays_awake = True
             self._listen(self._online is not None)
             if self._online is not None and not (types and pin_reason_of_types(tuple(types))):
                 self._table.unit = self._paths.unit
@@ -199,7 +196,7 @@ class Tape(TorchDispatchMode):
                 self._table.hold(value)
         first = out[0] if type(out) in (tuple, list) else out
         if line.shape and first.shape != line.shape:
-            self.diverged = f"op {index} ({line.name}) made {tuple(first.shape)}, the plan expects {line.shape}"
+            self._diverge(f"op {index} ({line.name}) made {tuple(first.shape)}, the plan expects {line.shape}")
         return out
 
     def _expected(self, func: OpOverload, index: int) -> bool:
@@ -213,8 +210,13 @@ class Tape(TorchDispatchMode):
             wanted = line.name
         else:
             wanted = "the end"
-        self.diverged = f"op {index} is {traits(func).name}, the plan expects {wanted}"
+        self._diverge(f"op {index} is {traits(func).name}, the plan expects {wanted}")
         return False
+
+    def _diverge(self, where: str) -> None:
+        self.diverged = where
+        if self._sleeper is not None:
+            self._sleeper.stays_awake = True
 
     def _unplanned(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if traits(func).writes:

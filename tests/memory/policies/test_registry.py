@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ctdr_lightning.errors import InfeasibleBudgetError
-from ctdr_lightning.memory import Budget, plan, simulate
+from ctdr_lightning.memory import plan, simulate
 from ctdr_lightning.memory.policies import POLICIES
 from ctdr_lightning.registry import Registry
 from tests.memory.graphs import chain, graph_trace
@@ -33,18 +33,6 @@ def test_the_example_is_short_fits_and_is_known_by_name(largest_first):
     assert plan(TRACE, plain - 6, largest_first).actions == made.actions
     with pytest.raises(InfeasibleBudgetError):
         plan(TRACE, 1, "largest_first")
-
-
-def test_auto_looks_at_registered_policies_too(largest_first, monkeypatch):
-    asked = []
-
-    def spy(trace, budget):
-        asked.append(budget)
-        return largest_first(trace, budget)
-
-    POLICIES._entries["largest_first"] = spy
-    POLICIES["auto"](TRACE, Budget(peak_bytes=simulate(TRACE).peak_bytes - 6))
-    assert asked
 
 
 def test_entry_points_are_loaded_once_asked_for(monkeypatch):
