@@ -137,11 +137,12 @@ def cost(repeats: int) -> None:
     x = torch.randn(2, 8)
     trace = record(lambda: net(x).sum())
     drop = make_plan(trace, dict.fromkeys(trace.saved, RECOMPUTE), "drop")
+    some = plan(trace, policy="sqrt")
     forward, both = len(trace.forward_ops), len(trace.ops)
     rows = {
         "do-nothing mode": (Nothing, False),
         "guided, everything dropped": (lambda: Tape(drop), False),
-        "guided, sqrt": (lambda: Tape(plan(trace, policy="sqrt")), False),
+        "guided, sqrt": (lambda: Tape(some), False),
         "recording": (Recorder, True),
         "recording with online eviction": (lambda: Recorder(evictor=Evictor(10**12)), True),
     }

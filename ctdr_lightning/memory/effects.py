@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from ctdr_lightning.memory.remember import PerTrace
+from ctdr_lightning.memory.remember import Remembered
 from ctdr_lightning.memory.trace import Trace
 
 _UNPACK, _RELEASE = 0, 1
@@ -72,7 +72,7 @@ class Layout:
         return [tuple(sorted(found - {value})) for value, found in enumerate(near)]
 
 
-_LAYOUTS: PerTrace[Layout] = PerTrace()
+_LAYOUTS: Remembered[Layout] = Remembered()
 
 
 def layout_of(trace: Trace) -> Layout:

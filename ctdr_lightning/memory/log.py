@@ -72,10 +72,11 @@ class StepLog:
         tick: The present time.
         live_bytes: What the step has allocated and not freed.
         unit: The FSDP unit whose forward runs; 0 outside of one.
+        n_training: How many forwards of modules in training mode had begun before the last op of the forward.
     """
 
     def __init__(self) -> None:
-        self.tick = -1
+        self.tick = self.n_training = -1
         self.unit = 0
         self.live_bytes = 0
         self._ops: list[tuple[Any, ...]] = []
@@ -88,8 +89,8 @@ class StepLog:
         self._units: dict[int, int] = {}
         self._lost: dict[int, int] = {}
         self._saves: list[_Saved] = []
-
-    # -- what the tape tells ------------------------------------------------------------------------------------------
+        self._strided = True
+        self._sharded = False
 
     def reads(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
         """Ids of the values that a call is about to read."""
@@ -97,7 +98,10 @@ class StepLog:
             args = without_running_stats(func, args, kwargs)
         if kwargs:
             args = (*args, *kwargs.values())
-        return tuple(dict.fromkeys([self.value_of(t) for t in tensors_in(args) if _has_storage(t)]))
+        tensors = list(tensors_in(args))
+        strided = [t for t in tensors if _has_storage(t)]
+        self._strided = len(strided) == len(tensors)
+        return tuple(dict.fromkeys([self.value_of(t) for t in strided]))
 
     def ran(
         self,
@@ -116,18 +120,19 @@ class StepLog:
     ) -> None:
         """Enter a call that has run, during the present tick; ``pin`` says why it may not be run again, if so."""
         outs = [o if isinstance(o, Tensor) else None for o in (out if type(out) in (tuple, list) else (out,))]
-        pin = pin or pin_reason_of_call(func, args, kwargs)
-        if not all(_has_storage(t) for t in (*tensors_in((*args, *kwargs.values())), *outs) if t is not None):
+        op = traits(func)
+        if op.special:
+            pin = pin or pin_reason_of_call(func, args, kwargs)
+        if not self._strided or any(o is not None and not _has_storage(o) for o in outs):
             pin = pin or "a layout without a storage"
-        if not backward:
+        self._sharded = self._sharded or self.unit != 0
+        if self._sharded and not backward:
             self._pin_foreign(inputs)
-        for tensor in overwritten(func, args, kwargs):
+        for tensor in overwritten(func, args, kwargs) if op.writes else ():
             if _has_storage(tensor):
                 self._overwrite(tensor, pin or ("" if tensor is outs[0] else "written as a side effect"))
-        outputs = tuple(-1 if o is None or not _has_storage(o) else self._made(o, pin, backward) for o in outs)
-        self._ops.append(
-            (traits(func).name, self.tick, inputs, outputs, seconds, temp_bytes, module, backward, pin, region)
-        )
+        outputs = tuple([-1 if o is None or not _has_storage(o) else self._made(o, pin, backward) for o in outs])
+        self._ops.append((op.name, self.tick, inputs, outputs, seconds, temp_bytes, module, backward, pin, region))
 
     def saved(self, value: Value, tensor: Tensor) -> LoggedHandle:
         """Autograd saves a tensor: the handle to give it."""
@@ -159,8 +164,6 @@ class StepLog:
     def n_ops(self) -> int:
         """How many ops were entered so far."""
         return len(self._ops)
-
-    # -- identity -----------------------------------------------------------------------------------------------------
 
     def value_of(self, tensor: Tensor) -> int:
         """Id of the contents that a tensor's storage has now."""
@@ -208,9 +211,7 @@ class StepLog:
         storage = self._storage_of(tensor, born=self.tick)
         if storage.born == self.tick:
             storage.backward = backward
-        if (
-            storage.backward or not backward
-        ):  # the backward's views of an unpacked value are no hold of the program's own
+        if storage.backward or not backward:  # the backward's views of an unpacked value are no hold of the program's
             self._watch(tensor, storage)
         return storage.value if storage.value >= 0 else self._new_value(storage, tensor, len(self._ops), pin)
 
@@ -243,6 +244,7 @@ class StepLog:
     def forget_regions(self) -> None:
         """Which module ran cannot be told, as some are compiled."""
         self._ops = [(*op[:-1], -1) for op in self._ops]
+        self.n_training = -1
 
     def close(self) -> None:
         """Stop watching: without this the watchers would wait for the garbage collector."""
@@ -252,8 +254,6 @@ class StepLog:
         del self._on_death, self._on_free, self._on_replay_free  # bound methods: they would keep the log in a cycle
         for storage in self._storages:
             storage.ref = None
-
-    # -- the result ---------------------------------------------------------------------------------------------------
 
     def finish(self, device: str, meta: dict[str, str], *, evicting: bool = False) -> Trace:
         """The trace of everything logged so far.
@@ -282,7 +282,8 @@ class StepLog:
         )
         resident = sum(s.n_bytes for s in self._storages if s.born < 0)
         self.close()
-        trace = Trace(tuple(OpRecord(*op) for op in self._ops), values, storages, n_ticks, device, resident, meta)
+        ops = tuple(OpRecord(*op) for op in self._ops)
+        trace = Trace(ops, values, storages, n_ticks, device, resident, meta, self.n_training)
         return pin_what_cannot_wait(trace)
 
 

@@ -33,23 +33,28 @@ class ModulePaths:
     Attributes:
         unit: Identity of the innermost FSDP unit whose forward runs; 0 outside of one.
         entered: How many forwards of modules have begun, those of a recomputation in the backward left out.
+        training: How many of these modules were in training mode.
         compiled: Whether one of them is compiled.
     """
 
     def __init__(self, root: nn.Module | None = None) -> None:
         self._root = root
         self.unit = 0
-        self.entered = 0
+        self.entered = self.training = 0
         self.compiled = False
         self._stack: list[tuple[nn.Module, int]] = []
         self._names: dict[int, str] = {}
         self._named: nn.Module | None = None
+        self._path: str | None = None
 
     @property
     def path(self) -> str:
         """Dotted path of the module whose forward runs; empty outside of one."""
-        if not self._stack:
-            return ""
+        if self._path is None:
+            self._path = self._find_path() if self._stack else ""
+        return self._path
+
+    def _find_path(self) -> str:
         root = self._root or self._stack[0][0]
         if self._named is not root:
             self._names, self._named = {id(m): name for name, m in root.named_modules()}, root
@@ -67,17 +72,20 @@ class ModulePaths:
         for hook in self._hooks:
             hook.remove()
         self._stack.clear()
-        self._named, self.unit = None, 0
+        self._named, self._path, self.unit = None, None, 0
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         if _in_backward() == -1:
             self.entered += 1
+            self.training += module.training
         self.compiled |= is_compiled(module)
         if is_fsdp_unit(module):
             self.unit = id(module)
         self._stack.append((module, self.unit))
+        self._path = None
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         while self._stack and self._stack.pop()[0] is not module:
             pass
+        self._path = None
         self.unit = self._stack[-1][1] if self._stack else 0

@@ -62,7 +62,7 @@ class EvictedSet:
 class Candidate:
     """What the chooser knows of a value: size, cost, last access, neighbours."""
 
-    __slots__ = ("children", "evicted", "last", "n_bytes", "value")
+    __slots__ = ("children", "evicted", "family", "last", "n_bytes", "value")
 
     def __init__(self, value: Value, n_bytes: int, now: int) -> None:
         self.value = weakref.ref(value)
@@ -70,13 +70,16 @@ class Candidate:
         self.last = now
         self.children: list[weakref.ref[Value]] = []
         self.evicted: EvictedSet | None = None
+        self.family = [self.value]
 
     def relatives(self) -> tuple[Value, ...]:
         """The value itself and those on the same storage, which only goes when all of them do."""
-        value = self.value()
-        if value is None or value.family is None:
-            return () if value is None else (value,)
-        return tuple(value.family.members())
+        return tuple(value for ref in self.family if (value := ref()) is not None)
+
+    def join_family(self, base: Candidate) -> None:
+        """The value is a view of another, or was written over it."""
+        self.family = base.family
+        self.family.append(self.value)
 
     def own_cost(self) -> float:
         """Seconds of the op that makes the value."""
@@ -136,7 +139,8 @@ class Online:
         node = self._table.capture(func, index, args, kwargs)
         self._table.overwrites(func, args, kwargs)
         timed = clock.run(func, args, kwargs)
-        self.evictor.ran(node, self._table.bind(node, timed[0]) if node is not None else [], timed[0], timed[1])
+        made = self._table.bind(node, timed[0]) if node is not None else []
+        self.evictor.ran(node, [value for value in made if value is not None], timed[0], timed[1])
         return timed
 
     def pack(self, tensor: Tensor) -> Value:
@@ -194,6 +198,9 @@ class Evictor:
             for value in made:
                 value.info = Candidate(value, 0, self._now)
                 value.info.evicted = EvictedSet(seconds)
+                base = next((s.info for s in node.sources() if s.info is not None and s.place is value.place), None)
+                if base is not None:
+                    value.info.join_family(base)
         self.make_room()
 
     def track(self, out: Any) -> None:

@@ -30,9 +30,10 @@ class OpTraits:
         dropout: Position of the dropout probability of an op that is random only through it, else None.
         restrides: Whether it reads a storage beyond its argument's own elements.
         pin: Why no call of the op may be replayed, or the empty string.
+        special: Whether a call must be looked at before it is captured.
     """
 
-    __slots__ = ("batch_norm", "dropout", "name", "pin", "restrides", "twin", "view", "writes", "written")
+    __slots__ = ("batch_norm", "dropout", "name", "pin", "restrides", "special", "twin", "view", "writes", "written")
 
     def __init__(self, func: OpOverload) -> None:
         schema = func._schema
@@ -53,6 +54,7 @@ class OpTraits:
         self.dropout = _position(func, "dropout_p") if random else None
         self.restrides = "as_strided" in schema.name
         self.pin = self._pin(schema.name, random)
+        self.special = bool(self.pin or self.written or self.batch_norm or self.restrides or self.dropout is not None)
 
     def _pin(self, full_name: str, random: bool) -> str:
         namespace, name = full_name.split("::")

@@ -105,6 +105,8 @@ class Plan:
         recompute_seconds: How much of it is recomputation.
         bound_seconds: No plan for this budget can be faster; 0 where no bound was computed.
         exact: Whether the step's results are bit-identical to the plain step's.
+        n_training: How many forwards of modules in training mode begin before the last op of the forward; -1 where
+            that is not known.
     """
 
     policy: str
@@ -116,6 +118,7 @@ class Plan:
     recompute_seconds: float = 0.0
     bound_seconds: float = 0.0
     exact: bool = True
+    n_training: int = -1
 
     @property
     def actions(self) -> dict[int, Action]:
@@ -130,7 +133,7 @@ class Plan:
     @cached_property
     def regions(self) -> Regions:
         """Where the tape has anything to do; found once for all steps."""
-        return Regions(self.script)
+        return Regions(self.script, self.n_training)
 
     @property
     def gap(self) -> float:

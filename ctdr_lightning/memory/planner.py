@@ -88,6 +88,7 @@ def make_plan(trace: Trace, actions: Actions, policy: str, budget: Budget | None
         peak_bytes=timeline.peak_bytes + static_bytes,
         seconds=timeline.seconds,
         recompute_seconds=timeline.recompute_seconds,
+        n_training=trace.n_training,
     )
 
 

@@ -102,6 +102,8 @@ class Recorder(TorchDispatchMode):
             seconds=seconds, temp_bytes=temp_bytes, module=self._paths.path, backward=backward, pin=pin,
             region=self._paths.entered,
         )  # fmt: skip
+        if not backward:
+            self.log.n_training = self._paths.training
         if self.evictor is not None and backward:
             self.evictor.ran(None, [], out, seconds)
         return out

@@ -31,9 +31,12 @@ class Regions:
         first: For each region the index of the first line that is not before it.
         busy: For each region whether the tape has anything to do there.
         worthwhile: Whether so many ops are in quiet regions that it pays to be told of every module.
+        last: The region of the last line.
+        n_training: How many of the modules whose forwards begin the regions up to ``last`` are in training mode.
     """
 
-    def __init__(self, script: Sequence[ScriptLine]) -> None:
+    def __init__(self, script: Sequence[ScriptLine], n_training: int = -1) -> None:
+        self.n_training = n_training
         known = all(line.region >= 0 for line in script)
         count = 1 + max((line.region for line in script), default=-1) if known else 0
         self.busy = [False] * count
@@ -44,6 +47,7 @@ class Regions:
             self.first[line.region] = index
         for region in reversed(range(count - 1)):
             self.first[region] = min(self.first[region], self.first[region + 1])
+        self.last = script[-1].region if known and script else 0
         n_unseen = sum(not self.busy[line.region] for line in script) if known else 0
         self.worthwhile = MODULES_AN_OP * n_unseen > count
 
@@ -71,7 +75,7 @@ class Sleeper:
         self._switch, self._wakes = switch, wakes
         self._thread = threading.get_ident()
         self._below = _get_current_dispatch_mode()
-        self._region = 0
+        self._region = self._n_training = 0
         self._mode: TorchDispatchMode | None = None
         self.awake = True
         self.stays_awake = False
@@ -86,11 +90,22 @@ class Sleeper:
         self._hook.remove()
         self._mode = None
 
+    def difference(self) -> str:
+        """In which way other modules ran than those of the recorded step, in words; empty where none is known."""
+        last, expected = self._regions.last, self._regions.n_training
+        if self._region < last:
+            return f"the step ran {self._region} modules, the plan expects {last}"
+        if expected >= 0 and self._n_training != expected:
+            return f"{self._n_training} of {last} modules were in training mode, the plan expects {expected}"
+        return ""
+
     def _begin(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or _in_backward() != -1 or threading.get_ident() != self._thread:
             return
         self._region += 1
         region, busy = self._region, self._regions.busy
+        if region <= self._regions.last:
+            self._n_training += module.training
         wanted = self.stays_awake or region >= len(busy) or busy[region]
         if wanted is self.awake:
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ctdr_lightning.memory.live import tell_trackers
-from ctdr_lightning.memory.pins import call_again, traits
+from ctdr_lightning.memory.pins import call_again
 from ctdr_lightning.memory.values import Handle, Held, Node, Value
 
 Keeper = Callable[[Value, Tensor], None]
@@ -76,7 +75,7 @@ def materialize(value: Value, keeper: Keeper = keep_for_good) -> Tensor:
 
 def hold_for_views(value: Value) -> None:
     """A saved view's base is held once replayed, so that the next view of it need not run everything again."""
-    while value.node is not None and traits(value.node.func).view:
+    while value.node is not None and value.node.view:
         value = value.node.args[0]
         value.hold |= value.cache
 
@@ -103,35 +102,43 @@ class _plain_execution:
 
 def _run(target: Value, keeper: Keeper) -> Tensor:
     have: dict[Value, Tensor] = {}
-    nodes = _missing(target, have)
-    uses = Counter(v for node in nodes for v in node.sources() if v not in have)
-    for node in nodes:
+    nodes, uses = _missing(target, have)
+    for node, sources in nodes:
         _store(node, _outputs(node, have), target, uses, have, keeper)
-        for source in node.sources():
-            if source in uses:
-                uses[source] -= 1
-                if not uses[source] and source is not target:
-                    have.pop(source, None)
+        for source in sources:
+            uses[source] -= 1
+            if not uses[source] and source is not target:
+                have.pop(source, None)
     return have[target]
 
 
-def _missing(target: Value, have: dict[Value, Tensor]) -> list[Node]:
-    """The op calls to run, in their original order; fills ``have`` with the sources that exist."""
-    nodes: set[Node] = set()
+def _missing(target: Value, have: dict[Value, Tensor]) -> tuple[list[tuple[Node, list[Value]]], dict[Value, int]]:
+    """The op calls to run, in their original order, with what each reads, and how often each value is read.
+
+    Fills ``have`` with the sources that exist.
+    """
+    found: dict[Node, list[Value]] = {}
+    uses: dict[Value, int] = {target: 0}
     stack = [target]
     while stack:
         value = stack.pop()
-        if value in have:
-            continue
         tensor = value.get()
         if tensor is not None:
             have[value] = tensor
         elif value.node is None:
             raise modified_in_place()
-        elif value.node not in nodes:
-            nodes.add(value.node)
-            stack.extend(value.node.sources())
-    return sorted(nodes, key=lambda node: node.index)
+        elif value.node not in found:
+            found[value.node] = sources = list(value.node.sources())
+            for source in sources:
+                if source not in uses:
+                    uses[source] = 0
+                    stack.append(source)
+                uses[source] += 1
+    return sorted(found.items(), key=_in_order), uses
+
+
+def _in_order(item: tuple[Node, list[Value]]) -> int:
+    return item[0].index
 
 
 def _real(arg: Any, have: dict[Value, Tensor]) -> Any:
@@ -153,17 +160,21 @@ def _store(
     node: Node,
     out: tuple[Any, ...],
     target: Value,
-    uses: Counter[Value],
+    uses: dict[Value, int],
     have: dict[Value, Tensor],
     keeper: Keeper,
 ) -> None:
-    for (ref, stride, dtype), tensor in zip(node.outs, out, strict=True):
+    for ref, tensor in zip(node.outs, out, strict=True):
         value = ref() if ref is not None else None
         if value is None:
             continue
-        if tensor.stride() != stride or tensor.dtype != dtype:  # an in-place op has its input's, its twin may not
-            tensor = torch.empty_strided(tensor.shape, stride, dtype=dtype, device=tensor.device).copy_(tensor)
-        if value is target or uses[value]:
+        if value.layout is not None and value.layout != (tensor.stride(), tensor.dtype):
+            tensor = _laid_out(tensor, *value.layout)
+        if value is target or (uses.get(value) and value not in have):
             have[value] = tensor
         if value.hold or (value.cache and value.handles):
             keeper(value, tensor)
+
+
+def _laid_out(tensor: Tensor, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(tensor.shape, stride, dtype=dtype, device=tensor.device).copy_(tensor)

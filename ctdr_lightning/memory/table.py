@@ -13,10 +13,9 @@ from torch._ops import OpOverload
 from ctdr_lightning.memory.live import tell_trackers
 from ctdr_lightning.memory.pins import overwritten, pin_reason_of_call, traits, without_running_stats
 from ctdr_lightning.memory.tensors import alias_of, storage_of, version_of, wants_grad_itself
-from ctdr_lightning.memory.values import Family, Node, TensorRef, Value
+from ctdr_lightning.memory.values import Node, TensorRef, Value
 
 _SEQUENCES = (list, tuple)
-_NO_OUTPUT = (None, (), torch.float32)
 
 
 def _forgetter(values: dict[int, Value]) -> Callable[[TensorRef], None]:
@@ -42,8 +41,8 @@ class ValueTable:
     def __init__(self) -> None:
         self.unit = 0
         self._values: dict[int, Value] = {}
-        self._families: dict[int, Family] = {}
-        self._holders: dict[int, list[weakref.ref[Value]]] = {}
+        self._unfiled: list[weakref.ref[Value]] = []
+        self._files: dict[int, tuple[weakref.ref[torch.UntypedStorage] | None, list[weakref.ref[Value]]]] = {}
         self._on_death = _forgetter(self._values)
 
     def find(self, tensor: Tensor) -> Value | None:
@@ -52,9 +51,9 @@ class ValueTable:
         A value of another FSDP unit is held from here on: that unit's weights will be gone when it is needed.
         """
         value = self._values.get(id(tensor))
-        if value is None or value.version != version_of(tensor) or value.family is None:
+        if value is None or value.version != version_of(tensor) or value.place is None:
             return None
-        if value.family.storage() is not tensor.untyped_storage():
+        if value.place() is not tensor.untyped_storage():
             return None
         if value.node is not None and value.node.unit != self.unit:
             self.hold(value)
@@ -66,22 +65,22 @@ class ValueTable:
         assert tensor is not None, "the program's own tensor is gone"
         value.keep(alias_of(tensor))
         value.node = None
-        self._note_holder(value, tensor.untyped_storage())
+        self._unfiled.append(weakref.ref(value))
 
     def capture(self, func: OpOverload, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node | None:
         """Make the node of a call that is about to run, or None where the call may not be replayed."""
-        if pin_reason_of_call(func, args, kwargs):
-            return None
         op = traits(func)
-        if op.batch_norm:
-            args = without_running_stats(func, args, kwargs)
-        elif op.written and not self._can_make_again(args[0]):
-            return None
-        node = Node(func, index, self.unit)
+        if op.special:
+            if pin_reason_of_call(func, args, kwargs) or (op.written and not self._can_make_again(args[0])):
+                return None
+            if op.batch_norm:
+                args = without_running_stats(func, args, kwargs)
+        node = Node(func, index, self.unit, view=op.view)
+        find, hold, nested = self.find, self._holding, self._nested
         try:
-            node.args = tuple([self._source(a) for a in args])
+            node.args = tuple([find(a) or hold(a) if isinstance(a, Tensor) else nested(a) for a in args])
             if kwargs:
-                node.kwargs = {k: self._source(a) for k, a in kwargs.items()}
+                node.kwargs = {k: nested([a])[0] for k, a in kwargs.items()}
         except NotImplementedError:  # a layout without a storage, such as sparse: writes to it could not be noticed
             return None
         return node
@@ -90,24 +89,20 @@ class ValueTable:
         value = self.find(arg) if isinstance(arg, Tensor) else None
         return value is not None and value.node is not None
 
-    def _source(self, arg: Any) -> Any:
-        if isinstance(arg, Tensor):
-            return self.find(arg) or self._holding(arg)
-        if type(arg) in _SEQUENCES:
-            return [self._source(a) for a in arg]
-        return arg
+    def _nested(self, arg: Any) -> Any:
+        if type(arg) not in _SEQUENCES:
+            return arg
+        return [self.find(a) or self._holding(a) if isinstance(a, Tensor) else self._nested(a) for a in arg]
 
     def _holding(self, tensor: Tensor) -> Value:
         value = Value()
-        alias = alias_of(tensor)
         if wants_grad_itself(tensor):
-            alias.requires_grad_()  # some kernels are chosen by it
-        value.keep(alias)
-        self._note_holder(value, tensor.untyped_storage())
+            value.keep_leaf(tensor)
+        else:
+            tensor.untyped_storage()  # raises where a layout has none
+            value.keep(alias_of(tensor))
+        self._unfiled.append(weakref.ref(value))
         return value
-
-    def _note_holder(self, value: Value, storage: torch.UntypedStorage) -> None:
-        self._holders.setdefault(storage._cdata, []).append(weakref.ref(value))
 
     def overwrites(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a call that writes in place runs: what is written must stay what the replays are to read.
@@ -117,61 +112,76 @@ class ValueTable:
         for tensor in overwritten(func, args, kwargs):
             storage = storage_of(tensor)
             if storage is not None:
-                self._sever_family(storage)
-                self._copy_for_holders(storage)
+                values = self._on(storage)
+                for value in values:
+                    self._forget(value)
+                    value.sever(storage)
+                self._copy_for_holders(values, storage)
 
-    def _sever_family(self, storage: torch.UntypedStorage) -> None:
-        family = self._families.pop(storage._cdata, None)
-        if family is not None and family.storage() is storage:
-            for value in family.members():
-                self._forget(value)
-                value.sever(storage)
+    def _on(self, storage: torch.UntypedStorage) -> list[Value]:
+        """Every value on a storage. They are filed by storage only now: most steps write nothing in place."""
+        for ref in self._unfiled:
+            value = ref()
+            tensor = None if value is None else value.tensor if value.tensor is not None else value.live()
+            if tensor is not None:
+                self._file(tensor.untyped_storage(), ref)
+        self._unfiled.clear()
+        place, refs = self._files.pop(storage._cdata, (None, []))
+        found = (ref() for ref in refs if place is not None and place() is storage)
+        return [value for value in found if value is not None]
+
+    def _file(self, storage: torch.UntypedStorage, ref: weakref.ref[Value]) -> None:
+        place, refs = self._files.get(storage._cdata, (None, []))
+        if place is None or place() is not storage:
+            place, refs = self._files[storage._cdata] = (weakref.ref(storage), [])
+        refs.append(ref)
 
     def _forget(self, value: Value) -> None:
         key = value.weak.key if value.weak is not None else -1
         if self._values.get(key) is value:
             del self._values[key]
 
-    def _copy_for_holders(self, storage: torch.UntypedStorage) -> None:
+    def _copy_for_holders(self, values: list[Value], storage: torch.UntypedStorage) -> None:
         copy = None
-        for ref in self._holders.pop(storage._cdata, ()):
-            value = ref()
-            held = value.get() if value is not None else None
-            if value is None or held is None or held.untyped_storage() is not storage:
+        for value in values:
+            held = value.get()
+            if held is None or held.untyped_storage() is not storage:
                 continue
             copy = copy if copy is not None else storage.clone()
             value.keep(held.new_empty(0).set_(copy, held.storage_offset(), held.shape, held.stride()))
             tell_trackers((value.tensor,))
 
-    def bind(self, node: Node, out: Any) -> list[Value]:
-        """Enter the outputs of a call that has run. Returns their values, which the table and the tensors now own."""
-        bump = 1 if traits(node.func).written else 0
-        made = []
-        for position, tensor in enumerate(out if type(out) in _SEQUENCES else (out,)):
-            storage = storage_of(tensor) if isinstance(tensor, Tensor) else None
-            if storage is None:
-                node.outs.append(_NO_OUTPUT)
-                continue
-            value = Value(node, position)
-            value.version = version_of(tensor) + bump
-            value.weak = ref = TensorRef(tensor, self._on_death)
-            ref.key = key = id(tensor)
-            value.family = self._family_of(storage)
-            self._values[key] = value
-            owner = weakref.ref(value)
-            value.family.values.append(owner)
-            node.outs.append((owner, tensor.stride(), tensor.dtype))
-            made.append(value)
+    def bind(self, node: Node, out: Any) -> list[Value | None]:
+        """Enter the outputs of a call that has run.
+
+        Returns:
+            For each output its value, which the table and the tensors now own; None for what has no storage.
+        """
+        enter = self._enter
+        made = [enter(node, tensor) for tensor in out] if type(out) in _SEQUENCES else [enter(node, out)]
+        node.outs = [None if value is None else weakref.ref(value) for value in made]
+        if traits(node.func).written:
+            for value, tensor in zip(made, out if type(out) in _SEQUENCES else (out,), strict=True):
+                if value is not None:
+                    value.version += 1
+                    value.layout = (tensor.stride(), tensor.dtype)  # its twin may choose others
         return made
 
-    def _family_of(self, storage: torch.UntypedStorage) -> Family:
-        found = self._families.get(storage._cdata)
-        if found is None or found.storage() is not storage:
-            found = self._families[storage._cdata] = Family(storage)
-        return found
+    def _enter(self, node: Node, tensor: Any) -> Value | None:
+        storage = storage_of(tensor) if isinstance(tensor, Tensor) else None
+        if storage is None:
+            return None
+        value = Value(node)
+        value.version = version_of(tensor)
+        value.weak = ref = TensorRef(tensor, self._on_death)
+        value.place = weakref.ref(storage)
+        ref.key = key = id(tensor)
+        self._values[key] = value
+        self._unfiled.append(weakref.ref(value))
+        return value
 
     def clear(self) -> None:
         """Forget every tensor: the forward is over."""
         self._values.clear()
-        self._families.clear()
-        self._holders.clear()
+        self._unfiled.clear()
+        self._files.clear()

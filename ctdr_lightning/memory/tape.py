@@ -18,11 +18,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ctdr_lightning.memory.clock import CpuClock
+from ctdr_lightning.memory.collector import CollectorPause
 from ctdr_lightning.memory.modules import ModulePaths
 from ctdr_lightning.memory.online import Evictor, Online
 from ctdr_lightning.memory.pins import pin_reason_of_types, traits
 from ctdr_lightning.memory.plan import Plan, ScriptLine
 from ctdr_lightning.memory.regions import Sleeper
+from ctdr_lightning.memory.remember import Remembered
 from ctdr_lightning.memory.replay import hold_for_views, unpack
 from ctdr_lightning.memory.table import ValueTable
 from ctdr_lightning.memory.values import Handle, Held
@@ -37,13 +39,21 @@ _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 class _Line:
     """One script line, with the op itself once it was seen, and whether the op needs nothing of the tape."""
 
-    __slots__ = ("func", "name", "plain", "replay", "saves", "shape", "stays")
+    __slots__ = ("func", "name", "plain", "replay", "saves", "shape", "stays", "writes")
 
     def __init__(self, line: ScriptLine) -> None:
-        self.name, self.shape, self.replay, self.stays = line.op, line.shape, line.replay, line.stays
-        self.saves = line.saves
+        self.name, self.shape, self.replay, self.saves = line.op, line.shape, line.replay, line.saves
+        self.stays = [(stay == "awaited", stay == "needed", stay == "kept") for stay in line.stays]
         self.func: OpOverload | None = None
-        self.plain = False
+        self.plain = self.writes = False
+
+    def learn(self, func: OpOverload) -> None:
+        """The op behind the name."""
+        self.func, self.writes = func, bool(traits(func).writes)
+        self.plain = not self.replay and not self.writes
+
+
+_LINES: Remembered[list[_Line]] = Remembered()
 
 
 class _Listener:
@@ -96,10 +106,11 @@ class Tape(TorchDispatchMode):
         self.plan = plan
         self.evictor = evictor
         self.diverged = ""
-        self._lines = [_Line(line) for line in plan.script]
+        self._lines = _LINES.get(plan, "lines", lambda: [_Line(line) for line in plan.script])
         self._table = ValueTable()
         self._online = Online(evictor, self._table) if evictor is not None else None
         self._paths = ModulePaths()
+        self._pause = CollectorPause()
         self._index = 0
         self._listener: _Listener | None = None
         self._sleeper: Sleeper | None = None
@@ -118,11 +129,13 @@ class Tape(TorchDispatchMode):
             super().__enter__()
             if self._sleeper is not None:
                 self._sleeper.attach(self)
+            self._pause.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._listener is None:
             return
+        self._pause.__exit__(kind, error, tb)
         sleeper, self._sleeper = self._sleeper, None
         if sleeper is not None:
             sleeper.detach()
@@ -135,8 +148,10 @@ class Tape(TorchDispatchMode):
             self._listener.turn(False)
         self._listener = None
         self._table.clear()
-        if kind is None and not self.diverged and any(line.replay for line in self._lines[self._index :]):
-            self.diverged = f"the step ended after {self._index} of {len(self._lines)} ops"
+        if kind is None and not self.diverged:
+            self.diverged = sleeper.difference() if sleeper is not None else ""
+            if not self.diverged and any(line.replay for line in self._lines[self._index :]):
+                self.diverged = f"the step ended after op {self._index}, the plan expects {len(self._lines)}"
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -150,13 +165,10 @@ class Tape(TorchDispatchMode):
             return func(*args, **kwargs)
         self._index = index + 1
         if self.diverged or not self._expected(func, index):
-            self._listen(self._online is not None)
-            if self._online is not None and not (types and pin_reason_of_types(tuple(types))):
-                self._table.unit = self._paths.unit
-                return self._online.call(func, index, args, kwargs, _CLOCK)[0]
-            return self._unplanned(func, args, kwargs)
+            return self._differing(func, index, types, args, kwargs)
         line = self._lines[index]
-        self._listen(line.saves)
+        if self._listener is not None and self._listener.on is not line.saves:
+            self._listener.turn(line.saves)
         out = func(*args, **kwargs) if line.plain else self._planned(line, index, args, kwargs)
         if self.evictor is not None:
             self.evictor.track(out)
@@ -171,10 +183,17 @@ class Tape(TorchDispatchMode):
     def _wake(self, index: int) -> None:
         self._index = index
 
-    def _listen(self, on: bool) -> None:
-        listener = self._listener
-        if listener is not None and listener.on is not on:
-            listener.turn(on)
+    def _differing(
+        self, func: OpOverload, index: int, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """An op that the plan knows nothing of: evictable where there is a budget, else held."""
+        online = self._online
+        if self._listener is not None and self._listener.on is not (online is not None):
+            self._listener.turn(online is not None)
+        if online is None or (types and pin_reason_of_types(tuple(types))):
+            return self._unplanned(func, args, kwargs)
+        self._table.unit = self._paths.unit
+        return online.call(func, index, args, kwargs, _CLOCK)[0]
 
     def _saves_by_itself(self, index: int) -> bool:
         """Whether a detach is autograd's own, which saves an output while we do not listen."""
@@ -182,18 +201,19 @@ class Tape(TorchDispatchMode):
         return not expected and not (self._listener is not None and self._listener.on)
 
     def _planned(self, line: _Line, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        func = line.func
+        func, table = line.func, self._table
         assert func is not None
-        node = self._table.capture(func, index, args, kwargs) if line.replay else None
+        node = table.capture(func, index, args, kwargs) if line.replay else None
         if node is None:
             return self._unplanned(func, args, kwargs)
-        if traits(func).writes:
-            self._table.overwrites(func, args, kwargs)
+        if line.writes:
+            table.overwrites(func, args, kwargs)
         out = func(*args, **kwargs)
-        for value, stay in zip(self._table.bind(node, out), line.stays, strict=False):
-            value.cache, value.hold = stay == "awaited", stay == "needed"
-            if stay == "kept":
-                self._table.hold(value)
+        for value, (cache, hold, kept) in zip(table.bind(node, out), line.stays, strict=False):
+            if value is not None:
+                value.cache, value.hold = cache, hold
+                if kept:
+                    table.hold(value)
         first = out[0] if type(out) in (tuple, list) else out
         if line.shape and first.shape != line.shape:
             self._diverge(f"op {index} ({line.name}) made {tuple(first.shape)}, the plan expects {line.shape}")
@@ -205,7 +225,7 @@ class Tape(TorchDispatchMode):
             if line.func is func:
                 return True
             if line.name == traits(func).name:
-                line.func, line.plain = func, not line.replay and not traits(func).writes
+                line.learn(func)
                 return True
             wanted = line.name
         else:
@@ -233,5 +253,6 @@ class Tape(TorchDispatchMode):
         value = self._table.find(tensor)
         if value is None:
             return Held(tensor)
-        hold_for_views(value)
+        if value.node is not None and value.node.view:
+            hold_for_views(value)
         return Handle(value)

@@ -116,6 +116,9 @@ class Trace:
         n_ticks: Length of the time axis.
         device: Device type on which the step ran.
         resident_bytes: Bytes of storages from before the step (weights, inputs), which the peak includes.
+        meta: Anything worth keeping with the trace.
+        n_training: How many forwards of modules in training mode begin before the last op of the forward; -1 where
+            that is not known.
     """
 
     ops: tuple[OpRecord, ...]
@@ -125,6 +128,7 @@ class Trace:
     device: str = "cpu"
     resident_bytes: int = 0
     meta: dict[str, str] = field(default_factory=dict)
+    n_training: int = -1
 
     @cached_property
     def saved(self) -> tuple[int, ...]:
@@ -202,6 +206,7 @@ class Trace:
                 device=str(data["device"]),
                 resident_bytes=int(data["resident_bytes"]),
                 meta={str(k): str(v) for k, v in data["meta"].items()},
+                n_training=int(data.get("n_training", -1)),
             )
             trace._check()
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:

@@ -19,7 +19,8 @@ from torch._ops import OpOverload
 from ctdr_lightning.memory.tensors import alias_of, version_of, wants_grad_itself
 
 _NO_KWARGS: dict[str, Any] = {}
-Output = tuple["weakref.ref[Value] | None", tuple[int, ...], torch.dtype]
+Strides = tuple[int, ...]
+Layout = tuple[Strides, torch.dtype]
 
 
 class TensorRef(weakref.ref):
@@ -29,52 +30,35 @@ class TensorRef(weakref.ref):
     key: int
 
 
-class Family:
-    """The values that were made on one storage between two writes to it.
-
-    Attributes:
-        storage: A weak reference to the storage.
-        values: Weak references to the values.
-    """
-
-    __slots__ = ("storage", "values")
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.storage = weakref.ref(storage)
-        self.values: list[weakref.ref[Value]] = []
-
-    def members(self) -> Iterator[Value]:
-        """The values that are alive."""
-        return (value for value in (ref() for ref in self.values) if value is not None)
-
-
 class Value:
     """A tensor at one version of its storage.
 
     Attributes:
         tensor: The tensor where it is held, else None.
         weak: A weak reference to the tensor that the program itself made; it may still be alive.
-        family: What else was made on the storage of ``weak``; ``x.data = y`` gives a tensor another one.
+        place: A weak reference to the storage that ``weak`` had; ``x.data = y`` gives a tensor another one.
         version: In-place version at which the contents are this value.
         seen: The program's tensor and the version that autograd saved, where its storage was written meanwhile.
         node: The op call that makes the value again; None where the value can only be held.
-        position: Which output of the node it is.
+        layout: Strides and dtype that the program's tensor has, where a replay's need not have them.
+        home: Storage, offset, shape and strides of a leaf that is held as itself: ``x.data = y`` gives it others.
         cache: Whether a replay leaves the value held for those who still await it.
         hold: Whether a replay leaves the value held although autograd does not await it.
         handles: How many live handles await the value.
     """
 
     __slots__ = (
-        "__weakref__", "cache", "family", "handles", "hold", "info", "node", "position", "seen", "tensor", "version",
-        "weak",
+        "__weakref__", "cache", "handles", "hold", "home", "info", "layout", "node", "place", "seen", "tensor",
+        "version", "weak",
     )  # fmt: skip
 
-    def __init__(self, node: Node | None = None, position: int = 0) -> None:
+    def __init__(self, node: Node | None = None) -> None:
         self.node = node
-        self.position = position
+        self.layout: Layout | None = None
+        self.home: tuple[torch.UntypedStorage, Any, torch.Size, Strides] | None = None
         self.tensor: Tensor | None = None
         self.weak: TensorRef | None = None
-        self.family: Family | None = None
+        self.place: weakref.ref[torch.UntypedStorage] | None = None
         self.version = 0
         self.seen: tuple[Tensor, int] | None = None
         self.cache = True
@@ -93,12 +77,16 @@ class Value:
     def get(self) -> Tensor | None:
         """The tensor, if it is held or still alive and was not written in place since."""
         tensor = self.tensor if self.tensor is not None else self.live()
-        return tensor if tensor is not None and version_of(tensor) == self.version else None
+        if tensor is None or version_of(tensor) != self.version:
+            return None
+        if self.home is not None and tensor.untyped_storage() is not self.home[0]:
+            return torch.empty(0, dtype=tensor.dtype, device=self.home[0].device).set_(*self.home)
+        return tensor
 
     def live(self) -> Tensor | None:
         """The tensor that the program itself made, while it is alive and has its storage."""
         tensor = self.weak() if self.weak is not None else None
-        if tensor is None or self.family is None or self.family.storage() is not tensor.untyped_storage():
+        if tensor is None or self.place is None or self.place() is not tensor.untyped_storage():
             return None
         return tensor
 
@@ -109,9 +97,16 @@ class Value:
         return self.seen[0]
 
     def keep(self, tensor: Tensor) -> None:
-        """Hold a tensor that was made again."""
+        """Hold a tensor: made again, or an alias of the program's own."""
         self.tensor = tensor
         self.version = version_of(tensor)
+        self.home = None
+
+    def keep_leaf(self, leaf: Tensor) -> None:
+        """Hold a leaf as itself: cheaper than an alias, and some kernels are chosen by whether it requires grad."""
+        self.tensor = leaf
+        self.version = leaf._version
+        self.home = (leaf.untyped_storage(), leaf.storage_offset(), leaf.shape, leaf.stride())
 
     def sever(self, storage: torch.UntypedStorage) -> None:
         """The storage is about to be written: what is there will no longer be this value."""
@@ -128,16 +123,17 @@ class Value:
 class Node:
     """One op call: the op, its arguments with values in the place of tensors, and weak references to its outputs."""
 
-    __slots__ = ("__weakref__", "args", "func", "grad", "index", "kwargs", "outs", "seconds", "unit")
+    __slots__ = ("__weakref__", "args", "func", "grad", "index", "kwargs", "outs", "seconds", "unit", "view")
 
-    def __init__(self, func: OpOverload, index: int, unit: int = 0) -> None:
+    def __init__(self, func: OpOverload, index: int, unit: int = 0, *, view: bool = False) -> None:
         self.func = func
+        self.view = view
         self.index = index
         self.unit = unit
         self.grad = torch.is_grad_enabled()  # some kernels look at it
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = _NO_KWARGS
-        self.outs: list[Output] = []
+        self.outs: list[weakref.ref[Value] | None] = []
         self.seconds = 0.0
 
     def sources(self) -> Iterator[Value]:

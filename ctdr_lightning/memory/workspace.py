@@ -20,18 +20,19 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ctdr_lightning.measure import memory_profiler
+from ctdr_lightning.memory.pins import traits
 from ctdr_lightning.memory.tensors import tensors_in
 
-_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+_PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default")
 _PROBED = {  # from op to the positions of its batched arguments
-    "aten::convolution": (0,),
-    "aten::convolution_backward": (0, 1),
-    "aten::native_batch_norm_backward": (0, 1),
-    "aten::native_layer_norm": (0,),
-    "aten::native_layer_norm_backward": (0, 1, 3, 4),
-    "aten::_safe_softmax": (0,),
-    "aten::_scaled_dot_product_flash_attention_for_cpu": (0, 1, 2),
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (0, 1, 2, 3, 4, 5),
+    "aten.convolution.default": (0,),
+    "aten.convolution_backward.default": (0, 1),
+    "aten.native_batch_norm_backward.default": (0, 1),
+    "aten.native_layer_norm.default": (0,),
+    "aten.native_layer_norm_backward.default": (0, 1, 3, 4),
+    "aten._safe_softmax.default": (0,),
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": (0, 1, 2),
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": (0, 1, 2, 3, 4, 5),
 }
 _AFFORDABLE_BYTES = 32 * 2**20
 _MARK_BYTES = 104_729
@@ -75,7 +76,7 @@ class WorkspaceProbe:
 
     def note(self, index: int, func: OpOverload, args: tuple[Any, ...]) -> None:
         """Remember the call behind op ``index`` of the trace."""
-        name = func._schema.name
+        name = traits(func).name
         if name in _PRODUCTS:
             copied = sum(
                 t.nbytes
@@ -85,9 +86,9 @@ class WorkspaceProbe:
             if copied:
                 self._known[index] = copied
         elif name in _PROBED:
-            call = tuple(_dummy(a) for a in args)
-            self._wanted[index] = key = (name, repr(call))
-            self._calls.setdefault(key, (func, call))
+            self._wanted[index] = key = (name, *map(_looks, args))
+            if key not in self._calls:
+                self._calls[key] = (func, tuple(map(_dummy, args)))
 
     def measure(self) -> dict[int, int]:
         """Workspace bytes by op index. Runs every distinct call once (fake: twice, at affordable batches).
@@ -118,6 +119,12 @@ class WorkspaceProbe:
         return [(func, low, 1 - slope), (func, high, slope)]
 
 
+def _looks(arg: Any) -> Hashable:
+    if isinstance(arg, Tensor):
+        return (arg.shape, arg.stride(), arg.dtype)
+    return tuple(arg) if type(arg) is list else arg
+
+
 def _dummy(arg: Any) -> Any:
     if isinstance(arg, Tensor):
         return _Dummy(tuple(map(int, arg.shape)), tuple(map(int, arg.stride())), arg.dtype)
@@ -125,7 +132,7 @@ def _dummy(arg: Any) -> Any:
 
 
 def _at_batch(func: OpOverload, call: tuple[Any, ...], batch: int) -> tuple[Any, ...]:
-    batched = _PROBED[func._schema.name]
+    batched = _PROBED[traits(func).name]
     return tuple(a.at_batch(batch) if i in batched else a for i, a in enumerate(call))
 
 

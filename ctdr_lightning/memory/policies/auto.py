@@ -18,7 +18,7 @@ from ctdr_lightning.errors import CTDRError
 from ctdr_lightning.memory.frontier import Frontier, Point
 from ctdr_lightning.memory.plan import Actions
 from ctdr_lightning.memory.policies.registry import POLICIES, Budget
-from ctdr_lightning.memory.remember import PerTrace
+from ctdr_lightning.memory.remember import Remembered
 from ctdr_lightning.memory.search import Search
 from ctdr_lightning.memory.simulate import Simulator
 from ctdr_lightning.memory.trace import Trace
@@ -26,7 +26,7 @@ from ctdr_lightning.memory.trace import Trace
 TOO_SLOW = {"auto", "checkmate"}
 STARTER, START_SHARES = "capuchin", (0.75, 0.55, 0.4)
 USUAL_TIME_LIMIT_S = 5.0
-_FRONTIERS: PerTrace[Frontier] = PerTrace()
+_FRONTIERS: Remembered[Frontier] = Remembered()
 
 
 @POLICIES.register("auto")
