@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from benchmarks.nets import NETS, net_rn18
 from benchmarks.peak import keep_freed_memory, step_peak_bytes
 from ctdr_lightning.errors import CTDRError
-from ctdr_lightning.memory import POLICIES, Budget, Plan, Tape, Trace, plan, record
+from ctdr_lightning.memory import POLICIES, Budget, Plan, Tape, Trace, plan, record, simulate
 from ctdr_lightning.memory.steady import steady
 
 SHARES = (0.8, 0.7, 0.6, 0.54, 0.5, 0.45, 0.4)
@@ -48,6 +48,7 @@ class Row:
     seconds: float
     predicted_peak: float | None = None
     predicted_seconds: float | None = None
+    predicted_ops: float | None = None
 
 
 @dataclass
@@ -151,15 +152,18 @@ def rows_of(ways: list[Way], found: list[tuple[int, float]], trace: Trace) -> li
         if way.plan is not None:
             row.predicted_peak = (way.plan.peak_bytes - trace.resident_bytes) / plain_bytes
             row.predicted_seconds = way.plan.seconds / trace.seconds
+            row.predicted_ops = simulate(replace(trace, call_s=0.0), way.plan).seconds / trace.seconds
         rows.append(row)
     return rows
 
 
 def show(rows: list[Row]) -> None:
-    print(f"{'way':28s} {'asked':>6s} {'MiB':>8s} {'peak':>6s} {'time':>6s}   predicted")
+    print(f"{'way':28s} {'asked':>6s} {'MiB':>8s} {'peak':>6s} {'time':>6s}   predicted, ops alone")
     for row in rows:
         asked = f"{row.asked:.2f}" if row.asked is not None else ""
-        predicted = f"{row.predicted_peak:.3f} x{row.predicted_seconds:.3f}" if row.predicted_peak is not None else ""
+        predicted = ""
+        if row.predicted_peak is not None:
+            predicted = f"{row.predicted_peak:.3f} x{row.predicted_seconds:.3f} x{row.predicted_ops:.3f}"
         print(f"{row.name:28s} {asked:>6s} {row.peak_mib:8.2f} {row.peak:6.3f} x{row.seconds:.3f}   {predicted}")
 
 

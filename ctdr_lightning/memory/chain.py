@@ -29,7 +29,7 @@ class Stage:
         saved_bytes: What autograd saves of them and of ``output``.
         inner_bytes: What autograd saves of them besides ``output``.
         output_bytes: Size of ``output``.
-        forward_seconds: Time of its ops.
+        forward_seconds: Time to run its ops once more.
         backward_seconds: Time of the backward ops that follow a read of what it saved.
         forward_ticks: Ticks of its ops.
         backward_ticks: Ticks of those backward ops.
@@ -183,7 +183,7 @@ def _stages(trace: Trace, cuts: list[tuple[int, int]], position: dict[int, int],
                 sum(trace.storages[s].n_bytes for s in saved),
                 sum(trace.storages[s].n_bytes for s in inside),
                 trace.value_bytes(output) if output >= 0 else 0,
-                sum(op.seconds for op in ops),
+                sum(op.seconds + trace.call_s for op in ops),
                 sum(op.seconds for op in backward.get(index, ())),
                 tuple(op.tick for op in ops),
                 tuple(op.tick for op in backward.get(index, ())),

@@ -22,7 +22,7 @@ class Layout:
 
     Attributes:
         n_ticks: Length of the time axis.
-        seconds: For each op its time.
+        seconds: For each op what it takes to run it once more.
         temps: For each op its workspace.
         sources: For each op the values that it reads.
         made: For each op the values that it makes (a view makes none).
@@ -39,7 +39,7 @@ class Layout:
 
     def __init__(self, trace: Trace) -> None:
         self.n_ticks = trace.n_ticks
-        self.seconds = [op.seconds for op in trace.ops]
+        self.seconds = [op.seconds + trace.call_s for op in trace.ops]
         self.temps = [op.temp_bytes for op in trace.ops]
         self.sources = [op.inputs for op in trace.ops]
         self.op_of = [v.op for v in trace.values]

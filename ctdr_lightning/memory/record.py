@@ -7,6 +7,8 @@ policy evicts at the same time, so that even the first step cannot run out of me
 from __future__ import annotations
 
 from collections.abc import Callable
+from statistics import median
+from time import perf_counter
 from types import TracebackType
 from typing import Any
 
@@ -30,6 +32,10 @@ from ctdr_lightning.memory.tensors import tensors_in
 from ctdr_lightning.memory.trace import Trace
 from ctdr_lightning.memory.values import Value
 from ctdr_lightning.memory.workspace import WorkspaceProbe
+
+HANDLINGS = (
+    8  # times the time to log an op is what one costs that is dropped: seen, captured, handed out and in, called
+)
 
 _in_backward = torch._C._current_graph_task_id
 
@@ -57,6 +63,7 @@ class Recorder(TorchDispatchMode):
         self._probe: WorkspaceProbe | None = None
         self._device = "cpu"
         self._active = False
+        self._logging_s: list[float] = []
 
     def __enter__(self) -> Recorder:
         self._active = True
@@ -82,6 +89,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        start = perf_counter()
         kwargs = kwargs or {}
         if func.namespace == "prim":  # questions such as a fake tensor's device: no op of the step
             return func(*args, **kwargs)
@@ -93,10 +101,12 @@ class Recorder(TorchDispatchMode):
         inputs = self.log.reads(func, args, kwargs)
         if self._probe is not None:
             self._probe.note(self.log.n_ops, func, args)
+        logging_s = perf_counter() - start
         if self._online is not None and not backward and not pin:
             out, seconds, temp_bytes = self._online.call(func, self.log.tick, args, kwargs, clock)
         else:
             out, seconds, temp_bytes = clock.run(func, args, kwargs)
+        start = perf_counter()
         self.log.ran(
             func, args, kwargs, inputs, out,
             seconds=seconds, temp_bytes=temp_bytes, module=self._paths.path, backward=backward, pin=pin,
@@ -104,6 +114,7 @@ class Recorder(TorchDispatchMode):
         )  # fmt: skip
         if not backward:
             self.log.n_training = self._paths.training
+            self._logging_s.append(logging_s + perf_counter() - start)
         if self.evictor is not None and backward:
             self.evictor.ran(None, [], out, seconds)
         return out
@@ -144,7 +155,8 @@ class Recorder(TorchDispatchMode):
         if self._paths.compiled:
             self.log.forget_regions()
         found = self.log.finish(self._device, meta, evicting=self.evictor is not None)
-        return found.with_costs([clock.seconds(op.seconds) for op in found.ops], temps)
+        call_s = HANDLINGS * median(self._logging_s) if isinstance(clock, CpuClock) and self._logging_s else 0.0
+        return found.with_costs([clock.seconds(op.seconds) for op in found.ops], temps, call_s)
 
 
 def record(

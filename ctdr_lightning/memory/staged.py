@@ -136,7 +136,7 @@ class StagedProgram:
     def _runs(self, stage: int, op: int) -> int:
         key = (stage, op)
         if key not in self.runs:
-            share = self.trace.ops[op].seconds / (self.trace.seconds or 1.0)
+            share = self.trace.replay_seconds(op) / (self.trace.seconds or 1.0)
             self.runs[key] = self.program.variable(share, whole=True)
             self._todo.append((self.runs, *key))
         return self.runs[key]

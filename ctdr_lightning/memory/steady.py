@@ -13,7 +13,8 @@ from ctdr_lightning.memory.trace import OpRecord, Trace
 def steady(traces: Sequence[Trace]) -> Trace:
     """One trace of several recordings of the same step.
 
-    Each op gets the median of all ops of its kind and shapes, in all recordings. Also worth while for a single one.
+    Each op gets the median of all ops of its kind and shapes, in all recordings, and Python's time is a median as well.
+    Also worth while for a single one.
 
     Args:
         traces: Recordings with the same ops.
@@ -30,7 +31,7 @@ def steady(traces: Sequence[Trace]) -> Trace:
         for kind, op in zip(kinds, trace.ops, strict=True):
             taken[kind].append(op.seconds)
     typical = {kind: median(seconds) for kind, seconds in taken.items()}
-    return last.with_costs([typical[kind] for kind in kinds], {})
+    return last.with_costs([typical[kind] for kind in kinds], {}, median(trace.call_s for trace in traces))
 
 
 def _kind(trace: Trace, op: OpRecord) -> Hashable:

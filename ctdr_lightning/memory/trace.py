@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,8 @@ class Trace:
         meta: Anything worth keeping with the trace.
         n_training: How many forwards of modules in training mode begin before the last op of the forward; -1 where
             that is not known.
+        call_s: Seconds that Python takes for each op that is dropped and run again (to see it, capture it, hand its
+            handles in and out, call it); 0 where kernels run on their own time, on a GPU.
     """
 
     ops: tuple[OpRecord, ...]
@@ -129,6 +132,7 @@ class Trace:
     resident_bytes: int = 0
     meta: dict[str, str] = field(default_factory=dict)
     n_training: int = -1
+    call_s: float = 0.0
 
     @cached_property
     def saved(self) -> tuple[int, ...]:
@@ -157,6 +161,10 @@ class Trace:
         """Time of the plain step: the sum over its ops."""
         return sum(op.seconds for op in self.ops)
 
+    def replay_seconds(self, op: int) -> float:
+        """What it takes to run an op once more: its own time, and Python's."""
+        return self.ops[op].seconds + self.call_s
+
     def value_bytes(self, value: int) -> int:
         """Size of the allocation behind a value."""
         return self.storages[self.values[value].storage].n_bytes
@@ -166,13 +174,13 @@ class Trace:
         op = self.values[value].op
         return "input" if op < 0 else self.ops[op].module or "step"
 
-    def with_costs(self, seconds: Sequence[float], temp_bytes: Mapping[int, int]) -> Trace:
+    def with_costs(self, seconds: Sequence[float], temp_bytes: Mapping[int, int], call_s: float = 0.0) -> Trace:
         """The same trace with other op times, one for each op, and workspaces, by op index where they differ."""
         ops = (
             replace(op, seconds=s, temp_bytes=temp_bytes.get(i, op.temp_bytes))
             for i, (op, s) in enumerate(zip(self.ops, seconds, strict=True))
         )
-        return replace(self, ops=tuple(ops))
+        return replace(self, ops=tuple(ops), call_s=call_s)
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Write the trace as versioned JSON; returns the text.
@@ -207,6 +215,7 @@ class Trace:
                 resident_bytes=int(data["resident_bytes"]),
                 meta={str(k): str(v) for k, v in data["meta"].items()},
                 n_training=int(data.get("n_training", -1)),
+                call_s=float(data.get("call_s", 0.0)),
             )
             trace._check()
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -231,6 +240,7 @@ class Trace:
             _require(-1 <= storage.born < max(n, 1) and -1 <= storage.end <= n, "when a storage is live")
             _require(0 <= storage.n_bytes < MAX_BYTES, "a storage's bytes")
         _require(0 <= self.resident_bytes < MAX_BYTES, "the resident bytes")
+        _require(0 <= self.call_s < inf, "Python's time")
 
 
 def _require(holds: bool, what: str) -> None:

@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from ctdr_lightning.errors import ConfigError
-from ctdr_lightning.memory import Recorder, record, simulate
+from ctdr_lightning.memory import Recorder, record, record_fake, simulate
 from ctdr_lightning.memory.roofline import DEVICES
 from tests.memory.harness import Bench
 
@@ -178,3 +178,17 @@ def test_what_is_no_step_is_refused():
             record(step)
     with pytest.raises(ConfigError, match="not in the table"):
         record(lambda: torch.ones((), requires_grad=True), device="abacus")
+
+
+def test_pythons_time_is_measured_where_kernels_wait_for_it():
+    net, x = torch.nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4)
+    assert 1e-6 < record(lambda: net(x).sum()).call_s < 1e-1
+    assert record_fake(net, x, lambda net, x: net(x).sum()).call_s == 0.0
+
+
+def test_the_modules_that_train_are_counted_up_to_the_last_op():
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(), nn.Identity()), torch.randn(2, 4)
+    net[2].eval()
+    assert record(lambda: net(x).sum()).n_training == 4
+    assert record(lambda: net[2](net[0](x)).sum()).n_training == 1
+    assert record(lambda: x.requires_grad_().sum()).n_training == 0

@@ -116,6 +116,17 @@ def test_dropping_saves_bytes_and_costs_seconds():
     assert set(there[gone:back]) == {8}
 
 
+@pytest.mark.parametrize("trace", TRACES)
+def test_pythons_time_is_charged_for_each_op_that_runs_again(trace):
+    actions = dict.fromkeys(trace.saved, RECOMPUTE)
+    n_ops = len(trace.ops)
+    counted = simulate(trace.with_costs([1.0] * n_ops, {}), actions)
+    charged = simulate(trace.with_costs([0.0] * n_ops, {}, call_s=0.5), actions)
+    assert counted.recompute_seconds
+    assert charged.seconds == charged.recompute_seconds == pytest.approx(0.5 * counted.recompute_seconds)
+    assert charged.peak_bytes == counted.peak_bytes
+
+
 def test_temporaries_count():
     trace = graph_trace(chain([4, 4, 4]))
     wide = trace.with_costs([op.seconds for op in trace.ops], {1: 100})

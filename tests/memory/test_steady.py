@@ -1,5 +1,7 @@
 """Medians over equal ops and recordings."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -25,6 +27,11 @@ def test_equal_ops_take_equally_long():
     assert linear_seconds(steady([recorded([2.0, 4.0, 9.0])])) == [3.0, 3.0, 9.0]
     several = steady([recorded([2.0, 4.0, 9.0]), recorded([6.0, 5.0, 7.0]), recorded([50.0, 0.0, 8.0])])
     assert linear_seconds(several) == [4.5, 4.5, 8.0]
+
+
+def test_pythons_time_is_a_median_too():
+    traces = [replace(recorded([2.0, 2.0, 9.0]), call_s=seconds) for seconds in (1.0, 7.0, 3.0)]
+    assert steady(traces).call_s == 3.0
 
 
 def test_nothing_else_changes():

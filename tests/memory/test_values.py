@@ -182,3 +182,26 @@ def test_outputs_that_are_no_tensors():
     node = Node(aten.relu.default, 0)
     assert table.bind(node, (None, 3, torch.eye(2).to_sparse())) == [None] * 3
     assert node.outs == [None] * 3
+
+
+def test_a_leaf_is_held_as_itself_and_what_it_was_is_read_whatever_data_it_gets():
+    table, weight = ValueTable(), torch.nn.Parameter(torch.arange(6.0).view(2, 3))
+    node, _ = run(table, aten.exp.default, weight)
+    (source,) = node.sources()
+    assert source.get() is weight
+    before = weight.detach().clone()
+    weight.data = torch.zeros(3)
+    assert torch.equal(source.get(), before)
+    assert source.get().stride() == before.stride()
+
+
+def test_values_of_a_dead_storage_are_not_mistaken_for_those_of_the_next_at_its_address():
+    table, x = ValueTable(), torch.ones(1000)
+    for _ in range(50):
+        _, y = run(table, aten.exp.default, x)
+        keep = table.find(y)
+        run(table, aten.mul_.Tensor, y, torch.tensor(2.0))
+        assert keep.get() is None
+        new = table.find(y)
+        assert torch.equal(new.get(), x.exp() * 2)
+        del y

@@ -121,4 +121,4 @@ def _back_to_saved(trace: Trace, value: int) -> tuple[set[int], float]:
         elif op not in ops:
             ops.add(op)
             stack.extend(trace.ops[op].inputs)
-    return sources, sum(trace.ops[op].seconds for op in ops)
+    return sources, sum(trace.replay_seconds(op) for op in ops)
