@@ -89,7 +89,6 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        start = perf_counter()
         kwargs = kwargs or {}
         if func.namespace == "prim":  # questions such as a fake tensor's device: no op of the step
             return func(*args, **kwargs)
@@ -101,7 +100,6 @@ class Recorder(TorchDispatchMode):
         inputs = self.log.reads(func, args, kwargs)
         if self._probe is not None:
             self._probe.note(self.log.n_ops, func, args)
-        logging_s = perf_counter() - start
         if self._online is not None and not backward and not pin:
             out, seconds, temp_bytes = self._online.call(func, self.log.tick, args, kwargs, clock)
         else:
@@ -114,7 +112,7 @@ class Recorder(TorchDispatchMode):
         )  # fmt: skip
         if not backward:
             self.log.n_training = self._paths.training
-            self._logging_s.append(logging_s + perf_counter() - start)
+            self._logging_s.append(perf_counter() - start)
         if self.evictor is not None and backward:
             self.evictor.ran(None, [], out, seconds)
         return out

@@ -148,9 +148,10 @@ def _real(arg: Any, have: dict[Value, Tensor]) -> Any:
 
 
 def _outputs(node: Node, have: dict[Value, Tensor]) -> tuple[Any, ...]:
-    kwargs = {k: _real(a, have) for k, a in node.kwargs.items()}
+    args = [have[a] if isinstance(a, Value) else _real(a, have) for a in node.args]
+    kwargs = {k: _real(a, have) for k, a in node.kwargs.items()} if node.kwargs else node.kwargs
     torch._C._set_grad_enabled(node.grad)
-    out = call_again(node.func, [_real(a, have) for a in node.args], kwargs)
+    out = call_again(node.func, args, kwargs)
     outs = out if type(out) in (tuple, list) else (out,)
     tell_trackers(outs)
     return outs

@@ -122,18 +122,19 @@ class ValueTable:
         """Every value on a storage. They are filed by storage only now: most steps write nothing in place."""
         for ref in self._unfiled:
             value = ref()
-            tensor = None if value is None else value.tensor if value.tensor is not None else value.live()
-            if tensor is not None:
-                self._file(tensor.untyped_storage(), ref)
+            place = value.storage() if value is not None else None
+            if place is not None:
+                self._file(place, ref)
         self._unfiled.clear()
-        place, refs = self._files.pop(storage._cdata, (None, []))
-        found = (ref() for ref in refs if place is not None and place() is storage)
-        return [value for value in found if value is not None]
+        known, refs = self._files.pop(storage._cdata, (None, []))
+        if known is None or known() is not storage:
+            return []
+        return [value for ref in refs if (value := ref()) is not None]
 
     def _file(self, storage: torch.UntypedStorage, ref: weakref.ref[Value]) -> None:
-        place, refs = self._files.get(storage._cdata, (None, []))
-        if place is None or place() is not storage:
-            place, refs = self._files[storage._cdata] = (weakref.ref(storage), [])
+        known, refs = self._files.get(storage._cdata, (None, []))
+        if known is None or known() is not storage:
+            known, refs = self._files[storage._cdata] = (weakref.ref(storage), [])
         refs.append(ref)
 
     def _forget(self, value: Value) -> None:
@@ -159,7 +160,6 @@ class ValueTable:
         """
         enter = self._enter
         made = [enter(node, tensor) for tensor in out] if type(out) in _SEQUENCES else [enter(node, out)]
-        node.outs = [None if value is None else weakref.ref(value) for value in made]
         if traits(node.func).written:
             for value, tensor in zip(made, out if type(out) in _SEQUENCES else (out,), strict=True):
                 if value is not None:
@@ -170,6 +170,7 @@ class ValueTable:
     def _enter(self, node: Node, tensor: Any) -> Value | None:
         storage = storage_of(tensor) if isinstance(tensor, Tensor) else None
         if storage is None:
+            node.outs.append(None)
             return None
         value = Value(node)
         value.version = version_of(tensor)
@@ -177,7 +178,9 @@ class ValueTable:
         value.place = weakref.ref(storage)
         ref.key = key = id(tensor)
         self._values[key] = value
-        self._unfiled.append(weakref.ref(value))
+        owner = weakref.ref(value)
+        self._unfiled.append(owner)
+        node.outs.append(owner)
         return value
 
     def clear(self) -> None:

@@ -44,6 +44,8 @@ class _Line:
     def __init__(self, line: ScriptLine) -> None:
         self.name, self.shape, self.replay, self.saves = line.op, line.shape, line.replay, line.saves
         self.stays = [(stay == "awaited", stay == "needed", stay == "kept") for stay in line.stays]
+        if set(line.stays) == {"awaited"}:  # what values do by themselves
+            self.stays = []
         self.func: OpOverload | None = None
         self.plain = self.writes = False
 
@@ -107,6 +109,7 @@ class Tape(TorchDispatchMode):
         self.evictor = evictor
         self.diverged = ""
         self._lines = _LINES.get(plan, "lines", lambda: [_Line(line) for line in plan.script])
+        self._length = len(self._lines)
         self._table = ValueTable()
         self._online = Online(evictor, self._table) if evictor is not None else None
         self._paths = ModulePaths()
@@ -164,9 +167,11 @@ class Tape(TorchDispatchMode):
         if func is _DETACH and self._saves_by_itself(index):
             return func(*args, **kwargs)
         self._index = index + 1
-        if self.diverged or not self._expected(func, index):
-            return self._differing(func, index, types, args, kwargs)
-        line = self._lines[index]
+        line = self._lines[index] if index < self._length else None
+        if line is None or line.func is not func or self.diverged:
+            if self.diverged or not self._expected(func, line, index):
+                return self._differing(func, index, types, args, kwargs)
+            assert line is not None
         if self._listener is not None and self._listener.on is not line.saves:
             self._listener.turn(line.saves)
         out = func(*args, **kwargs) if line.plain else self._planned(line, index, args, kwargs)
@@ -209,7 +214,8 @@ class Tape(TorchDispatchMode):
         if line.writes:
             table.overwrites(func, args, kwargs)
         out = func(*args, **kwargs)
-        for value, (cache, hold, kept) in zip(table.bind(node, out), line.stays, strict=False):
+        values = table.bind(node, out)
+        for value, (cache, hold, kept) in zip(values, line.stays, strict=False):
             if value is not None:
                 value.cache, value.hold = cache, hold
                 if kept:
@@ -219,18 +225,12 @@ class Tape(TorchDispatchMode):
             self._diverge(f"op {index} ({line.name}) made {tuple(first.shape)}, the plan expects {line.shape}")
         return out
 
-    def _expected(self, func: OpOverload, index: int) -> bool:
-        if index < len(self._lines):
-            line = self._lines[index]
-            if line.func is func:
-                return True
-            if line.name == traits(func).name:
-                line.learn(func)
-                return True
-            wanted = line.name
-        else:
-            wanted = "the end"
-        self._diverge(f"op {index} is {traits(func).name}, the plan expects {wanted}")
+    def _expected(self, func: OpOverload, line: _Line | None, index: int) -> bool:
+        found = traits(func).name
+        if line is not None and line.name == found:
+            line.learn(func)
+            return True
+        self._diverge(f"op {index} is {found}, the plan expects {'the end' if line is None else line.name}")
         return False
 
     def _diverge(self, where: str) -> None:

@@ -90,6 +90,13 @@ class Value:
             return None
         return tensor
 
+    def storage(self) -> torch.UntypedStorage | None:
+        """Where the contents are, if anywhere."""
+        if self.home is not None:
+            return self.home[0]
+        tensor = self.tensor if self.tensor is not None else self.live()
+        return None if tensor is None else tensor.untyped_storage()
+
     def saved(self) -> Tensor | None:
         """What autograd would read although the program wrote over it unnoticed (through ``.data``)."""
         if self.seen is None or version_of(self.seen[0]) != self.seen[1]:

@@ -195,6 +195,16 @@ def test_a_leaf_is_held_as_itself_and_what_it_was_is_read_whatever_data_it_gets(
     assert source.get().stride() == before.stride()
 
 
+def test_what_a_leaf_was_is_copied_before_it_is_written_elsewhere():
+    table, weight = ValueTable(), torch.nn.Parameter(torch.arange(6.0).view(2, 3))
+    node, _ = run(table, aten.exp.default, weight)
+    before, old = weight.detach().clone(), weight.data
+    weight.data = torch.zeros(2, 3)
+    run(table, aten.zero_.default, old)
+    (source,) = node.sources()
+    assert torch.equal(source.get(), before)
+
+
 def test_values_of_a_dead_storage_are_not_mistaken_for_those_of_the_next_at_its_address():
     table, x = ValueTable(), torch.ones(1000)
     for _ in range(50):
