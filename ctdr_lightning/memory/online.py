@@ -176,6 +176,12 @@ class Evictor:
         self._held: dict[int, Candidate] = {}
         self._now = 0
         self._largest = 0
+        self._cuda_base = 0
+
+    @property
+    def counts(self) -> bool:
+        """Whether it must see every op to know what is live; a GPU's allocator tells."""
+        return not self._cuda_base
 
     def __enter__(self) -> Evictor:
         self.live.__enter__()

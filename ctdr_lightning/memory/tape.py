@@ -115,6 +115,7 @@ class Tape(TorchDispatchMode):
         self._paths = ModulePaths()
         self._pause = CollectorPause()
         self._index = 0
+        self._counting: Evictor | None = None
         self._listener: _Listener | None = None
         self._sleeper: Sleeper | None = None
 
@@ -127,7 +128,8 @@ class Tape(TorchDispatchMode):
             if self.evictor is not None:
                 self.evictor.__enter__()
                 self._paths.__enter__()
-            elif self.plan.regions.worthwhile:
+                self._counting = self.evictor if self.evictor.counts else None
+            if self.plan.regions.worthwhile and self._counting is None:
                 self._sleeper = Sleeper(self.plan.regions, self._switch, self._wake)
             super().__enter__()
             if self._sleeper is not None:
@@ -175,8 +177,8 @@ class Tape(TorchDispatchMode):
         if self._listener is not None and self._listener.on is not line.saves:
             self._listener.turn(line.saves)
         out = func(*args, **kwargs) if line.plain else self._planned(line, index, args, kwargs)
-        if self.evictor is not None:
-            self.evictor.track(out)
+        if self._counting is not None:
+            self._counting.track(out)
         return out
 
     def _switch(self, on: bool) -> None:

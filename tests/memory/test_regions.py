@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.peak import step_peak_bytes
 from ctdr_lightning.memory import RECOMPUTE, Tape, record
+from ctdr_lightning.memory.live import PeakMeter
 from ctdr_lightning.memory.online import Evictor
 from ctdr_lightning.memory.regions import Regions
 from tests.memory.harness import Bench, everything_dropped, planned, random_actions
@@ -65,6 +66,37 @@ def test_a_budget_for_steps_that_differ_keeps_it_awake():
     net = mlp(16, 16, 16, 16, 16)
     made = dropping(Bench(net, step).record(), "4")
     assert all(seen(net, Tape(made, Evictor(10**9)), step)[0])
+
+
+@pytest.fixture
+def allocator(monkeypatch):
+    """A GPU's allocator, which tells what is live, played by the meter."""
+    base, meter = 1000, PeakMeter()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: base + meter.live.now)
+    return meter
+
+
+def test_where_an_allocator_counts_it_sleeps_under_a_budget_too(allocator):
+    net = mlp(16, 16, 16, 16, 16)
+    bench = Bench(net, step)
+    want, made = bench.run(), dropping(bench.record(), "4")
+    awake, loss = seen(net, tape := Tape(made, Evictor(10**9)), step)
+    assert [i for i, on in enumerate(awake) if on] == [3, 4, 6]
+    loss.backward()
+    assert not tape.diverged
+    assert not bench.run(Tape(made, Evictor(10**9))).differs_from(want)
+
+
+def test_a_step_that_differs_is_evicted_by_what_the_allocator_says(allocator):
+    net = mlp(16, 16, 16, 16, 16)
+    made = dropping(Bench(net, step).record(), "4")
+    surprise = Bench(net, lambda net: net(torch.ones(64, 16)).square().sum())
+    want, evictor = surprise.run(), Evictor(1)
+    with allocator:
+        assert not surprise.run(tape := Tape(made, evictor)).differs_from(want)
+    assert tape.diverged
+    assert evictor.evictions
 
 
 class Overwriting(nn.Module):
