@@ -2,7 +2,9 @@
 
 ``python -m benchmarks.recovery`` trains the digits network densely, then decomposes every convolution but the first to
 an eighth of its parameters in a Trainer with `CTDRCallback`. The learning rate is held and falls to zero over the last
-two epochs. It prints test accuracy after the last epoch, one row a way, one column a seed, and the median and the mean.
+two epochs. It prints test accuracy after the last epoch, one row a way, one column a seed, and the median and the mean;
+then the mean test cross-entropy, which still tells ways apart where accuracy is saturated. ``--setting short``: 32
+steps at the rate of dense training, falling from the first. ``--setting scratch``: that rate, the network untrained.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import logging
 import math
 import warnings
 from statistics import mean, median
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,10 +28,29 @@ from benchmarks.digits import BATCH, RATE, Digits, augment, network, train
 from ctdr_lightning import CTDRCallback, Recovery
 from ctdr_lightning.recovery import Distillation, Phase
 
-FALLING = 2
 Way = tuple[list[int], int, Distillation | None]
 TEACHER = Distillation(module="net")
-WAYS: dict[str, Way] = {
+
+
+class Setting(NamedTuple):
+    """What the ways have in common.
+
+    Args:
+        ways: Cut epochs, epochs in all and teacher, by name.
+        rate: Learning rate.
+        falling: Epochs at the end over which it falls.
+        share: Share of the training images seen in an epoch.
+        trained: Epochs of dense training.
+    """
+
+    ways: dict[str, Way]
+    rate: float
+    falling: int
+    share: float = 1.0
+    trained: int = 15
+
+
+TUNED: dict[str, Way] = {
     "one cut, 2 epochs": ([0], 2, None),
     "one cut, 8 epochs": ([0], 8, None),
     "one cut, 8 epochs, teacher": ([0], 8, TEACHER),
@@ -36,32 +58,46 @@ WAYS: dict[str, Way] = {
     "cuts at 0, 1, 2, 3 of 8": ([0, 1, 2, 3], 8, None),
     "the same, teacher": ([0, 1, 2, 3], 8, TEACHER),
 }
+SHORT: dict[str, Way] = {"one cut": ([0], 4, None), "cuts at 0, 1, 2, 3 of 4": ([0, 1, 2, 3], 4, None)}
+SCRATCH: dict[str, Way] = {
+    "one cut at 0 of 8": ([0], 8, None),
+    "one cut at 4 of 8": ([4], 8, None),
+    "cuts at 0, 2, 4, 6 of 8": ([0, 2, 4, 6], 8, None),
+}
+SETTINGS = {
+    "tuned": Setting(TUNED, RATE, 2),
+    "short": Setting(SHORT, 0.1, 4, share=0.5),
+    "scratch": Setting(SCRATCH, 0.1, 8, trained=0),
+}
 
 
 class FineTuned(LightningModule):
-    """The digits network with SGD at a small rate that falls to zero in the end.
+    """The digits network with SGD at a rate that falls to zero in the end.
 
     Args:
-        net: Trained.
+        net: Dense.
+        rate: Learning rate.
         held: Steps before the rate falls.
         falling: Steps over which it falls.
     """
 
-    def __init__(self, net: nn.Module, held: int, falling: int) -> None:
+    def __init__(self, net: nn.Module, rate: float, held: int, falling: int) -> None:
         super().__init__()
-        self.net, self.held, self.falling = net, held, falling
+        self.net, self.rate, self.held, self.falling = net, rate, held, falling
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         """Cross-entropy of shifted and noisy images."""
         return functional.cross_entropy(self.net(augment(batch[0])), batch[1])
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        """Accuracy in percent."""
-        self.log("accuracy", (self.net(batch[0]).argmax(1) == batch[1]).float().mean() * 100)
+        """Accuracy in percent, and cross-entropy."""
+        logits = self.net(batch[0])
+        self.log("accuracy", (logits.argmax(1) == batch[1]).float().mean() * 100)
+        self.log("loss", functional.cross_entropy(logits, batch[1]))
 
     def configure_optimizers(self) -> tuple[list[torch.optim.Optimizer], list[dict]]:
         """Nesterov momentum; the rate is held, then half a cosine down to zero."""
-        optimizer = torch.optim.SGD(self.parameters(), RATE, momentum=0.9, weight_decay=1e-4, nesterov=True)
+        optimizer = torch.optim.SGD(self.parameters(), self.rate, momentum=0.9, weight_decay=1e-4, nesterov=True)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._share)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
@@ -70,8 +106,8 @@ class FineTuned(LightningModule):
         return (1 + math.cos(math.pi * fallen)) / 2
 
 
-def recover(dense: nn.Module, data: Digits, way: Way, rank: float, seed: int) -> tuple[float, int]:
-    """Decompose and fine-tune a copy; returns accuracy in percent and parameters."""
+def recover(dense: nn.Module, data: Digits, way: Way, rank: float, seed: int, setting: Setting) -> tuple[float, ...]:
+    """Decompose and train a copy; returns accuracy in percent, cross-entropy and parameters."""
     torch.manual_seed(seed)
     np.random.seed(seed)
     images = {name: TensorDataset(data.images[part], data.labels[part]) for name, part in
@@ -79,7 +115,9 @@ def recover(dense: nn.Module, data: Digits, way: Way, rank: float, seed: int) ->
     loader = DataLoader(images["train"], BATCH, shuffle=True)
     cut_epochs, epochs, distill = way
     recovery = Recovery(cut_epochs=cut_epochs, phases=[Phase(1)], distill=distill)
-    module = FineTuned(copy.deepcopy(dense), (epochs - FALLING) * len(loader), FALLING * len(loader))
+    steps = int(setting.share * len(loader))
+    held = (epochs - setting.falling) * steps
+    module = FineTuned(copy.deepcopy(dense), setting.rate, held, setting.falling * steps)
     callback = CTDRCallback(
         rank=rank,
         method="tucker",
@@ -90,35 +128,43 @@ def recover(dense: nn.Module, data: Digits, way: Way, rank: float, seed: int) ->
     )
     trainer = Trainer(
         max_epochs=epochs, accelerator="cpu", callbacks=[callback], logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        enable_progress_bar=False, enable_model_summary=False, limit_train_batches=setting.share,
     )  # fmt: skip
     trainer.fit(module, loader, DataLoader(images["test"], 1000))
-    return float(trainer.callback_metrics["accuracy"]), sum(p.numel() for p in module.parameters())
+    found = trainer.callback_metrics
+    return float(found["accuracy"]), float(found["loss"]), sum(p.numel() for p in module.parameters())
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--rank", type=float, default=0.125)
+    parser.add_argument("--setting", choices=SETTINGS, default="tuned")
+    parser.add_argument("--rate", type=float, help="instead of the setting's")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    data, found, sizes = Digits(), {way: [] for way in WAYS}, {}
-    for seed in range(arguments.seeds):
+    setting = SETTINGS[arguments.setting]
+    setting = setting._replace(rate=arguments.rate or setting.rate)
+    data, found = Digits(), {way: [] for way in setting.ways}
+    for seed in range(arguments.first, arguments.first + arguments.seeds):
         torch.manual_seed(seed)
         np.random.seed(seed)
         dense = network()
-        train(dense, data, 15, 0.1)
-        for way, options in WAYS.items():
-            accuracy, sizes[way] = recover(dense, data, options, arguments.rank, seed)
-            found[way].append(accuracy)
+        if setting.trained:
+            train(dense, data, setting.trained, 0.1)
+        for way, options in setting.ways.items():
+            found[way].append(recover(dense, data, options, arguments.rank, seed, setting))
     n_dense = sum(p.numel() for p in network().parameters())
-    print(f"digits, Tucker at {arguments.rank} of each layer; percent by seed, median, mean")
-    for way, column in found.items():
+    print(f"digits, Tucker at {arguments.rank} of each layer; percent by seed, median, mean; mean cross-entropy")
+    for way, runs in found.items():
+        column, losses, sizes = zip(*runs, strict=True)
         row = "  ".join(f"{accuracy:6.2f}" for accuracy in column)
-        print(f"{way:28} {row}   {median(column):6.2f}  {mean(column):6.2f}   parameters x1/{n_dense / sizes[way]:.1f}")
+        middle = f"{median(column):6.2f}  {mean(column):6.2f}   {mean(losses):.4f}"
+        print(f"{way:28} {row}   {middle}   parameters x1/{n_dense / sizes[0]:.1f}")
 
 
 if __name__ == "__main__":
