@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.nn import Parameter
 
 from ctdr_lightning.memory.live import tell_trackers
 from ctdr_lightning.memory.pins import overwritten, pin_reason_of_call, traits, without_running_stats
@@ -42,6 +43,7 @@ class ValueTable:
         self.unit = 0
         self._values: dict[int, Value] = {}
         self._unfiled: list[weakref.ref[Value]] = []
+        self._leaves: list[Value] = []  # of values that hold what lives as long as the model
         self._files: dict[int, tuple[weakref.ref[torch.UntypedStorage] | None, list[weakref.ref[Value]]]] = {}
         self._on_death = _forgetter(self._values)
 
@@ -51,9 +53,9 @@ class ValueTable:
         A value of another FSDP unit is held from here on: that unit's weights will be gone when it is needed.
         """
         value = self._values.get(id(tensor))
-        if value is None or value.version != version_of(tensor) or value.place is None:
+        if value is None or value.place is None or value.place() is not tensor.untyped_storage():
             return None
-        if value.place() is not tensor.untyped_storage():
+        if value.version != version_of(tensor):
             return None
         if value.node is not None and value.node.unit != self.unit:
             self.hold(value)
@@ -96,11 +98,15 @@ class ValueTable:
 
     def _holding(self, tensor: Tensor) -> Value:
         value = Value()
-        if wants_grad_itself(tensor):
+        tensor.untyped_storage()  # raises where a layout has none
+        if type(tensor) is Parameter and wants_grad_itself(tensor):
             value.keep_leaf(tensor)
-        else:
-            tensor.untyped_storage()  # raises where a layout has none
-            value.keep(alias_of(tensor))
+            self._leaves.append(value)
+            return value
+        alias = alias_of(tensor)
+        if wants_grad_itself(tensor):
+            alias.requires_grad_()  # some kernels are chosen by it
+        value.keep(alias)
         self._unfiled.append(weakref.ref(value))
         return value
 
@@ -120,6 +126,8 @@ class ValueTable:
 
     def _on(self, storage: torch.UntypedStorage) -> list[Value]:
         """Every value on a storage. They are filed by storage only now: most steps write nothing in place."""
+        self._unfiled += map(weakref.ref, self._leaves)
+        self._leaves.clear()
         for ref in self._unfiled:
             value = ref()
             place = value.storage() if value is not None else None
@@ -172,12 +180,11 @@ class ValueTable:
         if storage is None:
             node.outs.append(None)
             return None
-        value = Value(node)
+        value = self._values[id(tensor)] = Value(node)
         value.version = version_of(tensor)
-        value.weak = ref = TensorRef(tensor, self._on_death)
+        value.weak = TensorRef(tensor, self._on_death)
+        value.weak.key = id(tensor)
         value.place = weakref.ref(storage)
-        ref.key = key = id(tensor)
-        self._values[key] = value
         owner = weakref.ref(value)
         self._unfiled.append(owner)
         node.outs.append(owner)
@@ -187,4 +194,5 @@ class ValueTable:
         """Forget every tensor: the forward is over."""
         self._values.clear()
         self._unfiled.clear()
+        self._leaves.clear()
         self._files.clear()

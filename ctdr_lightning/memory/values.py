@@ -19,8 +19,7 @@ from torch._ops import OpOverload
 from ctdr_lightning.memory.tensors import alias_of, version_of, wants_grad_itself
 
 _NO_KWARGS: dict[str, Any] = {}
-Strides = tuple[int, ...]
-Layout = tuple[Strides, torch.dtype]
+Layout = tuple[tuple[int, ...], torch.dtype]
 
 
 class TensorRef(weakref.ref):
@@ -41,7 +40,7 @@ class Value:
         seen: The program's tensor and the version that autograd saved, where its storage was written meanwhile.
         node: The op call that makes the value again; None where the value can only be held.
         layout: Strides and dtype that the program's tensor has, where a replay's need not have them.
-        home: Storage, offset, shape and strides of a leaf that is held as itself: ``x.data = y`` gives it others.
+        home: The contents of a leaf that is held as itself, in case that ``x.data = y`` gives it others.
         cache: Whether a replay leaves the value held for those who still await it.
         hold: Whether a replay leaves the value held although autograd does not await it.
         handles: How many live handles await the value.
@@ -55,7 +54,7 @@ class Value:
     def __init__(self, node: Node | None = None) -> None:
         self.node = node
         self.layout: Layout | None = None
-        self.home: tuple[torch.UntypedStorage, Any, torch.Size, Strides] | None = None
+        self.home: Tensor | None = None
         self.tensor: Tensor | None = None
         self.weak: TensorRef | None = None
         self.place: weakref.ref[torch.UntypedStorage] | None = None
@@ -79,8 +78,8 @@ class Value:
         tensor = self.tensor if self.tensor is not None else self.live()
         if tensor is None or version_of(tensor) != self.version:
             return None
-        if self.home is not None and tensor.untyped_storage() is not self.home[0]:
-            return torch.empty(0, dtype=tensor.dtype, device=self.home[0].device).set_(*self.home)
+        if self.home is not None and tensor.untyped_storage() is not self.home.untyped_storage():
+            return self.home
         return tensor
 
     def live(self) -> Tensor | None:
@@ -93,7 +92,7 @@ class Value:
     def storage(self) -> torch.UntypedStorage | None:
         """Where the contents are, if anywhere."""
         if self.home is not None:
-            return self.home[0]
+            return self.home.untyped_storage()
         tensor = self.tensor if self.tensor is not None else self.live()
         return None if tensor is None else tensor.untyped_storage()
 
@@ -113,7 +112,7 @@ class Value:
         """Hold a leaf as itself: cheaper than an alias, and some kernels are chosen by whether it requires grad."""
         self.tensor = leaf
         self.version = leaf._version
-        self.home = (leaf.untyped_storage(), leaf.storage_offset(), leaf.shape, leaf.stride())
+        self.home = leaf.data
 
     def sever(self, storage: torch.UntypedStorage) -> None:
         """The storage is about to be written: what is there will no longer be this value."""
