@@ -1,8 +1,9 @@
 """Every policy and torch's own ways to save memory, side by side: measured peak and time in one run on one thread.
 
 ``python -m benchmarks.policies [R T ...] [--rounds 11] [--json FILE]``. Peaks are the profiler's allocation events
-above weights and inputs, new gradients included; times are medians of thread time over rounds in which all rows take
-turns, two steps a turn of which the second counts, divided by the plain step's. Freed memory stays with the process.
+above weights and inputs, new gradients included; times are thread time divided by that of a plain step just before,
+medians over rounds in which all rows take turns, so that slow phases of the machine cancel out. Freed memory stays with
+the process.
 For each row of others ``auto`` is also given that row's measured peak as its budget, and the last lines tell whether it
 was as small and as fast.
 """
@@ -130,25 +131,31 @@ def of_policies(trace: Trace, step: Callable[[], Tensor], dynamic_bytes: int) ->
 
 
 def measured(net: nn.Module, ways: list[Way], rounds: int) -> list[tuple[int, float]]:
-    """Peak in bytes and median seconds of each way, all in turns."""
+    """Peak in bytes of each way, and its median time as a share of the plain step's, measured just before it."""
     peaks = [step_peak_bytes(net, way.run) for way in ways]
-    taken: list[list[float]] = [[] for _ in ways]
+    shares: list[list[float]] = [[] for _ in ways]
     for _ in range(rounds):
-        for way, times in zip(ways, taken, strict=True):
-            for _ in range(2):  # the first finds the caches as another way has left them
-                net.zero_grad(set_to_none=True)
-                start = thread_time()
-                way.run()
-                taken_s = thread_time() - start
-            times.append(taken_s)
-    return [(peak, median(times)) for peak, times in zip(peaks, taken, strict=True)]
+        for way, found in zip(ways, shares, strict=True):
+            plain_s = seconds_of(net, ways[0].run)
+            found.append(seconds_of(net, way.run) / plain_s)
+    return [(peak, median(found)) for peak, found in zip(peaks, shares, strict=True)]
+
+
+def seconds_of(net: nn.Module, run: Run) -> float:
+    """Time of the second of two steps: the first finds the caches as another way has left them."""
+    for _ in range(2):
+        net.zero_grad(set_to_none=True)
+        start = thread_time()
+        run()
+        seconds = thread_time() - start
+    return seconds
 
 
 def rows_of(ways: list[Way], found: list[tuple[int, float]], trace: Trace) -> list[Row]:
-    plain_bytes, plain_s = found[0]
+    plain_bytes, _ = found[0]
     rows = []
-    for way, (peak, seconds) in zip(ways, found, strict=True):
-        row = Row(way.name, way.asked, peak / MIB, peak / plain_bytes, seconds / plain_s)
+    for way, (peak, share) in zip(ways, found, strict=True):
+        row = Row(way.name, way.asked, peak / MIB, peak / plain_bytes, share)
         if way.plan is not None:
             row.predicted_peak = (way.plan.peak_bytes - trace.resident_bytes) / plain_bytes
             row.predicted_seconds = way.plan.seconds / trace.seconds
