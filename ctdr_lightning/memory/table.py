@@ -77,7 +77,7 @@ class ValueTable:
                 return None
             if op.batch_norm:
                 args = without_running_stats(func, args, kwargs)
-        node = Node(func, index, self.unit, view=op.view)
+        node = Node(func, index, self.unit, op.view)
         find, hold, nested = self.find, self._holding, self._nested
         try:
             node.args = tuple([find(a) or hold(a) if isinstance(a, Tensor) else nested(a) for a in args])
@@ -99,7 +99,7 @@ class ValueTable:
     def _holding(self, tensor: Tensor) -> Value:
         value = Value()
         tensor.untyped_storage()  # raises where a layout has none
-        if type(tensor) is Parameter and wants_grad_itself(tensor):
+        if type(tensor) is Parameter and tensor.requires_grad:  # then it is a leaf
             value.keep_leaf(tensor)
             self._leaves.append(value)
             return value

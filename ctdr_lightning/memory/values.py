@@ -131,7 +131,7 @@ class Node:
 
     __slots__ = ("__weakref__", "args", "func", "grad", "index", "kwargs", "outs", "seconds", "unit", "view")
 
-    def __init__(self, func: OpOverload, index: int, unit: int = 0, *, view: bool = False) -> None:
+    def __init__(self, func: OpOverload, index: int, unit: int = 0, view: bool = False) -> None:
         self.func = func
         self.view = view
         self.index = index
