@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections.abc import Callable
 from itertools import accumulate
 
@@ -27,6 +28,7 @@ def keep_freed_memory() -> None:
 
 def cpu_peak_bytes(run: Callable[[], object]) -> int:
     """Most bytes live on the CPU while ``run`` runs, above what was live at its start."""
+    gc.collect()  # garbage from before that is freed meanwhile would count as less than nothing
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
