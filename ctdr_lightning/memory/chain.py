@@ -176,16 +176,16 @@ def _stages(trace: Trace, cuts: list[tuple[int, int]], position: dict[int, int],
         values = tuple(sorted(v for v in inner.get(index, ()) if v != output))
         saved = {trace.values[v].storage for v in (*values, output) if v >= 0 and trace.values[v].saves}
         inside = saved - {trace.values[output].storage} if output >= 0 else saved
-        ops = [trace.ops[trace.forward_ops[i]] for i in range(first, last + 1)]
+        ops = trace.forward_ops[first : last + 1]
         stages.append(
             Stage(
                 first, last, output, values,
                 sum(trace.storages[s].n_bytes for s in saved),
                 sum(trace.storages[s].n_bytes for s in inside),
                 trace.value_bytes(output) if output >= 0 else 0,
-                sum(op.seconds + trace.call_s for op in ops),
+                sum(trace.replay_seconds(i) for i in ops),
                 sum(op.seconds for op in backward.get(index, ())),
-                tuple(op.tick for op in ops),
+                tuple(trace.ops[i].tick for i in ops),
                 tuple(op.tick for op in backward.get(index, ())),
             )
         )  # fmt: skip

@@ -39,7 +39,7 @@ class Layout:
 
     def __init__(self, trace: Trace) -> None:
         self.n_ticks = trace.n_ticks
-        self.seconds = [op.seconds + trace.call_s for op in trace.ops]
+        self.seconds = [trace.replay_seconds(index) for index in range(len(trace.ops))]
         self.temps = [op.temp_bytes for op in trace.ops]
         self.sources = [op.inputs for op in trace.ops]
         self.op_of = [v.op for v in trace.values]

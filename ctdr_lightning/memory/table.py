@@ -78,11 +78,11 @@ class ValueTable:
             if op.batch_norm:
                 args = without_running_stats(func, args, kwargs)
         node = Node(func, index, self.unit, op.view)
-        find, hold, nested = self.find, self._holding, self._nested
+        find, hold, source = self.find, self._holding, self._source
         try:
-            node.args = tuple([find(a) or hold(a) if isinstance(a, Tensor) else nested(a) for a in args])
+            node.args = tuple([find(a) or hold(a) if isinstance(a, Tensor) else source(a) for a in args])
             if kwargs:
-                node.kwargs = {k: nested([a])[0] for k, a in kwargs.items()}
+                node.kwargs = {k: source(a) for k, a in kwargs.items()}
         except NotImplementedError:  # a layout without a storage, such as sparse: writes to it could not be noticed
             return None
         return node
@@ -91,10 +91,10 @@ class ValueTable:
         value = self.find(arg) if isinstance(arg, Tensor) else None
         return value is not None and value.node is not None
 
-    def _nested(self, arg: Any) -> Any:
-        if type(arg) not in _SEQUENCES:
-            return arg
-        return [self.find(a) or self._holding(a) if isinstance(a, Tensor) else self._nested(a) for a in arg]
+    def _source(self, arg: Any) -> Any:
+        if isinstance(arg, Tensor):
+            return self.find(arg) or self._holding(arg)
+        return [self._source(a) for a in arg] if type(arg) in _SEQUENCES else arg
 
     def _holding(self, tensor: Tensor) -> Value:
         value = Value()
