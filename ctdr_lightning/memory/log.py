@@ -116,9 +116,13 @@ class StepLog:
         module: str,
         backward: bool,
         pin: str = "",
+        rest_pin: str = "",
         region: int = -1,
     ) -> None:
-        """Enter a call that has run, during the present tick; ``pin`` says why it may not be run again, if so."""
+        """Enter a call that has run, during the present tick.
+
+        ``pin`` says why it may not be run again, if so; ``rest_pin`` why its outputs but the first must be held.
+        """
         outs = [o if isinstance(o, Tensor) else None for o in (out if type(out) in (tuple, list) else (out,))]
         op = traits(func)
         if op.special:
@@ -131,7 +135,8 @@ class StepLog:
         for tensor in overwritten(func, args, kwargs) if op.writes else ():
             if _has_storage(tensor):
                 self._overwrite(tensor, pin or ("" if tensor is outs[0] else "written as a side effect"))
-        outputs = tuple([-1 if o is None or not _has_storage(o) else self._made(o, pin, backward) for o in outs])
+        pins = (pin, *[pin or rest_pin] * (len(outs) - 1))
+        outputs = tuple([self._made(o, why, backward) for o, why in zip(outs, pins, strict=False)])
         self._ops.append((op.name, self.tick, inputs, outputs, seconds, temp_bytes, module, backward, pin, region))
 
     def saved(self, value: Value, tensor: Tensor) -> LoggedHandle:
@@ -207,7 +212,9 @@ class StepLog:
         if self._by_data.get(key) is storage:
             del self._by_data[key]
 
-    def _made(self, tensor: Tensor, pin: str, backward: bool) -> int:
+    def _made(self, tensor: Tensor | None, pin: str, backward: bool) -> int:
+        if tensor is None or not _has_storage(tensor):
+            return -1
         storage = self._storage_of(tensor, born=self.tick)
         if storage.born == self.tick:
             storage.backward = backward

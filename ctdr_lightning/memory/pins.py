@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -28,17 +29,24 @@ class OpTraits:
         view: Whether an output shares its input's storage unwritten.
         twin: The op that computes the same values out of place; None when there is none.
         dropout: Position of the dropout probability of an op that is random only through it, else None.
+        training: Position of the argument that tells whether BatchNorm trains; None where it always does.
+        stats: Position of the first of BatchNorm's two running statistics.
         restrides: Whether it reads a storage beyond its argument's own elements.
         pin: Why no call of the op may be replayed, or the empty string.
         special: Whether a call must be looked at before it is captured.
     """
 
-    __slots__ = ("batch_norm", "dropout", "name", "pin", "restrides", "special", "twin", "view", "writes", "written")
+    __slots__ = (
+        "batch_norm", "dropout", "name", "pin", "restrides", "special", "stats", "training", "twin", "view", "writes",
+        "written",
+    )  # fmt: skip
 
     def __init__(self, func: OpOverload) -> None:
         schema = func._schema
         self.name = str(func)
         self.batch_norm = "batch_norm" in schema.name and set(_RUNNING_STATS) <= {a.name for a in schema.arguments}
+        self.training = next((i for i, a in enumerate(schema.arguments) if a.name in ("training", "train")), None)
+        self.stats = _position(func, _RUNNING_STATS[0]) or 0
         mutable = schema.is_mutable and not self.batch_norm
         self.written = tuple(
             i for i, a in enumerate(schema.arguments) if mutable and a.alias_info is not None and a.alias_info.is_write
@@ -134,15 +142,17 @@ def without_running_stats(func: OpOverload, args: tuple[Any, ...], kwargs: dict[
 
     A replay must not update them a second time, and their values at that time are gone.
     """
-    if not _trains(func, args, kwargs):
+    first = traits(func).stats
+    if not _trains(func, args, kwargs) or args[first] is None:
         return args
-    drop = {_position(func, name) for name in _RUNNING_STATS}
-    return tuple(a.dtype if i in drop and a is not None else a for i, a in enumerate(args))
+    return (*args[:first], args[first].dtype, args[first + 1].dtype, *args[first + 2 :])
 
 
 def _trains(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    training = _argument(func, "training", args, kwargs, None)
-    return bool(_argument(func, "train", args, kwargs, True) if training is None else training)
+    position = traits(func).training
+    if position is None:
+        return True
+    return bool(args[position]) if position < len(args) else bool(kwargs[func._schema.arguments[position].name])
 
 
 @cache
@@ -151,8 +161,10 @@ def _needs_running_stats(func: OpOverload) -> bool:
     return not kinds["running_mean"].startswith("Optional")
 
 
-def call_again(func: OpOverload, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an op for its outputs alone: no write to its inputs, no second update of running statistics."""
+def call_again(func: OpOverload | Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an op, or its shortcut, for its outputs alone: no write to its inputs, no second update of statistics."""
+    if not isinstance(func, OpOverload):
+        return func(*args, **kwargs)
     op = traits(func)
     if op.batch_norm:
         return func(*_throwaway_stats(func, args), **kwargs)
@@ -162,8 +174,7 @@ def call_again(func: OpOverload, args: list[Any], kwargs: dict[str, Any]) -> Any
 
 
 def _throwaway_stats(func: OpOverload, args: list[Any]) -> list[Any]:
-    first = _position(func, "running_mean")
-    assert first is not None
+    first = traits(func).stats
     if not isinstance(args[first], torch.dtype):
         return args
     stats: list[Tensor | None] = [None, None]

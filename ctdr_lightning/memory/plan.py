@@ -16,7 +16,7 @@ from ctdr_lightning.memory.regions import Regions
 from ctdr_lightning.memory.trace import Trace
 from ctdr_lightning.units import format_bytes, format_seconds
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 KINDS = ("keep", "recompute", "offload", "compress")
 STAYS = {"kept", "no", "awaited", "needed"}
 
@@ -57,7 +57,7 @@ class ScriptLine:
             ``"awaited"`` (for as long as autograd awaits it) or ``"needed"`` (for as long as any replay may read it).
         saves: Whether autograd saves, between this op and the next, anything that is dropped.
         region: How many forwards of modules have begun before it; -1 where that is not known.
-        idle: Whether the tape has nothing to do here.
+        writes: Whether it writes over something in a storage that a replay reads.
     """
 
     op: str
@@ -66,7 +66,7 @@ class ScriptLine:
     stays: tuple[str, ...] = ()
     saves: bool = True
     region: int = -1
-    idle: bool = False
+    writes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,15 +225,14 @@ def write_script(trace: Trace, actions: Actions) -> tuple[ScriptLine, ...]:
     saving, written = _saving_ops(trace, dropped), _writing_ops(trace, dropped)
     lines = []
     for place, index in enumerate(trace.forward_ops):
-        op, saves = trace.ops[index], place in saving
-        idle = index not in written and saving.isdisjoint((place - 1, place))
+        op, saves, writes = trace.ops[index], place in saving, index in written
         first = op.outputs[0] if op.outputs else -1
         shape = trace.values[first].shape if first >= 0 and trace.values[first].op == index else ()
         if dropped.isdisjoint(op.outputs):
-            lines.append(ScriptLine(op.name, shape, saves=saves, region=op.region, idle=idle))
+            lines.append(ScriptLine(op.name, shape, saves=saves, region=op.region, writes=writes))
         else:
             stays = tuple(_stays(trace, actions, v) for v in op.outputs)
-            lines.append(ScriptLine(op.name, shape, True, stays, saves, op.region))
+            lines.append(ScriptLine(op.name, shape, True, stays, saves, op.region, writes))
     return tuple(lines)
 
 

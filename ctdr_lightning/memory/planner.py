@@ -101,7 +101,7 @@ def _decisions(trace: Trace, actions: Actions) -> tuple[Decision, ...]:
             module=trace.module_of(v),
             op=trace.ops[trace.values[v].op].name,
             n_bytes=trace.value_bytes(v),
-            seconds=trace.ops[trace.values[v].op].seconds,
+            seconds=trace.replay_seconds(trace.values[v].op),
             action=action_of(trace, actions, v),
         )
         for v in chosen

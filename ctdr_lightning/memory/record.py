@@ -27,6 +27,7 @@ from ctdr_lightning.memory.online import Evictor, Online
 from ctdr_lightning.memory.pins import pin_reason_of_types
 from ctdr_lightning.memory.replay import materialize
 from ctdr_lightning.memory.roofline import DeviceModel, device_model
+from ctdr_lightning.memory.shortcuts import ShortcutTimes
 from ctdr_lightning.memory.table import ValueTable
 from ctdr_lightning.memory.tensors import tensors_in
 from ctdr_lightning.memory.trace import Trace
@@ -61,6 +62,7 @@ class Recorder(TorchDispatchMode):
         self._paths = ModulePaths(root)
         self._clock: Clock | None = None
         self._probe: WorkspaceProbe | None = None
+        self._shortcuts = ShortcutTimes()
         self._device = "cpu"
         self._active = False
         self._logging_s: list[float] = []
@@ -108,6 +110,7 @@ class Recorder(TorchDispatchMode):
         self.log.ran(
             func, args, kwargs, inputs, out,
             seconds=seconds, temp_bytes=temp_bytes, module=self._paths.path, backward=backward, pin=pin,
+            rest_pin="" if backward else self._shortcuts.note(self.log.n_ops, func, args, out),
             region=self._paths.entered,
         )  # fmt: skip
         if not backward:
@@ -153,8 +156,10 @@ class Recorder(TorchDispatchMode):
         if self._paths.compiled:
             self.log.forget_regions()
         found = self.log.finish(self._device, meta, evicting=self.evictor is not None)
-        call_s = HANDLINGS * median(self._logging_s) if isinstance(clock, CpuClock) and self._logging_s else 0.0
-        return found.with_costs([clock.seconds(op.seconds) for op in found.ops], temps, call_s)
+        measured = isinstance(clock, CpuClock)
+        call_s = HANDLINGS * median(self._logging_s) if measured and self._logging_s else 0.0
+        again = self._shortcuts.shares() if measured else {}
+        return found.with_costs([clock.seconds(op.seconds) for op in found.ops], temps, call_s, again)
 
 
 def record(

@@ -44,6 +44,7 @@ class ValueTable:
         self._values: dict[int, Value] = {}
         self._unfiled: list[weakref.ref[Value]] = []
         self._leaves: list[Value] = []  # of values that hold what lives as long as the model
+        self._read: set[int] = set()  # storages on which there is, or was, a value
         self._files: dict[int, tuple[weakref.ref[torch.UntypedStorage] | None, list[weakref.ref[Value]]]] = {}
         self._on_death = _forgetter(self._values)
 
@@ -73,14 +74,20 @@ class ValueTable:
         """Make the node of a call that is about to run, or None where the call may not be replayed."""
         op = traits(func)
         if op.special:
-            if pin_reason_of_call(func, args, kwargs) or (op.written and not self._can_make_again(args[0])):
-                return None
             if op.batch_norm:
                 args = without_running_stats(func, args, kwargs)
+            elif pin_reason_of_call(func, args, kwargs) or (op.written and not self._can_make_again(args[0])):
+                return None
         node = Node(func, index, self.unit, op.view)
+        node.written = bool(op.written)
         find, hold, source = self.find, self._holding, self._source
         try:
-            node.args = tuple([find(a) or hold(a) if isinstance(a, Tensor) else source(a) for a in args])
+            node.args = tuple(
+                [
+                    (find(a) or hold(a)) if isinstance(a, Tensor) else source(a) if type(a) in _SEQUENCES else a
+                    for a in args
+                ]
+            )
             if kwargs:
                 node.kwargs = {k: source(a) for k, a in kwargs.items()}
         except NotImplementedError:  # a layout without a storage, such as sparse: writes to it could not be noticed
@@ -98,7 +105,7 @@ class ValueTable:
 
     def _holding(self, tensor: Tensor) -> Value:
         value = Value()
-        tensor.untyped_storage()  # raises where a layout has none
+        self._read.add(tensor.untyped_storage()._cdata)  # raises where a layout has none
         if type(tensor) is Parameter and tensor.requires_grad:  # then it is a leaf
             value.keep_leaf(tensor)
             self._leaves.append(value)
@@ -117,7 +124,7 @@ class ValueTable:
         """
         for tensor in overwritten(func, args, kwargs):
             storage = storage_of(tensor)
-            if storage is not None:
+            if storage is not None and storage._cdata in self._read:
                 values = self._on(storage)
                 for value in values:
                     self._forget(value)
@@ -157,6 +164,7 @@ class ValueTable:
             if held is None or held.untyped_storage() is not storage:
                 continue
             copy = copy if copy is not None else storage.clone()
+            self._read.add(copy._cdata)
             value.keep(held.new_empty(0).set_(copy, held.storage_offset(), held.shape, held.stride()))
             tell_trackers((value.tensor,))
 
@@ -168,7 +176,7 @@ class ValueTable:
         """
         enter = self._enter
         made = [enter(node, tensor) for tensor in out] if type(out) in _SEQUENCES else [enter(node, out)]
-        if traits(node.func).written:
+        if node.written:
             for value, tensor in zip(made, out if type(out) in _SEQUENCES else (out,), strict=True):
                 if value is not None:
                     value.version += 1
@@ -184,6 +192,7 @@ class ValueTable:
         value.version = version_of(tensor)
         value.weak = TensorRef(tensor, self._on_death)
         value.weak.key = id(tensor)
+        self._read.add(storage._cdata)
         value.place = weakref.ref(storage)
         owner = weakref.ref(value)
         self._unfiled.append(owner)
@@ -195,4 +204,5 @@ class ValueTable:
         self._values.clear()
         self._unfiled.clear()
         self._leaves.clear()
+        self._read.clear()
         self._files.clear()

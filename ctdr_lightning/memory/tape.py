@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from ctdr_lightning.memory.clock import CpuClock
 from ctdr_lightning.memory.collector import CollectorPause
@@ -26,6 +26,7 @@ from ctdr_lightning.memory.plan import Plan, ScriptLine
 from ctdr_lightning.memory.regions import Sleeper
 from ctdr_lightning.memory.remember import Remembered
 from ctdr_lightning.memory.replay import hold_for_views, unpack
+from ctdr_lightning.memory.shortcuts import has_shortcut, take_shortcut
 from ctdr_lightning.memory.table import ValueTable
 from ctdr_lightning.memory.values import Handle, Held
 
@@ -39,7 +40,7 @@ _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 class _Line:
     """One script line, with the op itself once it was seen, and whether the op needs nothing of the tape."""
 
-    __slots__ = ("func", "name", "plain", "replay", "saves", "shape", "stays", "writes")
+    __slots__ = ("func", "name", "normalises", "plain", "replay", "saves", "shape", "stays", "writes")
 
     def __init__(self, line: ScriptLine) -> None:
         self.name, self.shape, self.replay, self.saves = line.op, line.shape, line.replay, line.saves
@@ -47,11 +48,13 @@ class _Line:
         if set(line.stays) == {"awaited"}:  # what values do by themselves
             self.stays = []
         self.func: OpOverload | None = None
-        self.plain = self.writes = False
+        self.plain = self.writes = self.normalises = False
 
     def learn(self, func: OpOverload) -> None:
         """The op behind the name."""
-        self.func, self.writes = func, bool(traits(func).writes)
+        op = traits(func)
+        self.func, self.writes = func, bool(op.writes)
+        self.normalises = op.batch_norm and all(kept for _, _, kept in self.stays[1:])
         self.plain = not self.replay and not self.writes
 
 
@@ -130,7 +133,7 @@ class Tape(TorchDispatchMode):
                 self._paths.__enter__()
                 self._counting = self.evictor if self.evictor.counts else None
             if self.plan.regions.worthwhile and self._counting is None:
-                self._sleeper = Sleeper(self.plan.regions, self._switch, self._wake)
+                self._sleeper = Sleeper(self.plan.regions, self._switch, self._wake, self._listen)
             super().__enter__()
             if self._sleeper is not None:
                 self._sleeper.attach(self)
@@ -144,8 +147,9 @@ class Tape(TorchDispatchMode):
         sleeper, self._sleeper = self._sleeper, None
         if sleeper is not None:
             sleeper.detach()
-        if sleeper is None or sleeper.awake:
-            super().__exit__(kind, error, tb)
+        if sleeper is not None and not sleeper.awake:
+            self._switch(True)
+        super().__exit__(kind, error, tb)
         if self.evictor is not None:
             self._paths.__exit__(kind, error, tb)
             self.evictor.__exit__(kind, error, tb)
@@ -174,29 +178,32 @@ class Tape(TorchDispatchMode):
             if self.diverged or not self._expected(func, line, index):
                 return self._differing(func, index, types, args, kwargs)
             assert line is not None
-        if self._listener is not None and self._listener.on is not line.saves:
-            self._listener.turn(line.saves)
+        self._listen(line.saves)
         out = func(*args, **kwargs) if line.plain else self._planned(line, index, args, kwargs)
         if self._counting is not None:
             self._counting.track(out)
         return out
 
     def _switch(self, on: bool) -> None:
+        """Leave the stack or come back, for less than leaving the block and entering it again takes."""
         if on:
-            super().__enter__()
+            _push_mode(self)
         else:
-            super().__exit__(None, None, None)
+            _pop_mode()
 
     def _wake(self, index: int) -> None:
         self._index = index
+
+    def _listen(self, on: bool) -> None:
+        if self._listener is not None and self._listener.on is not on:
+            self._listener.turn(on)
 
     def _differing(
         self, func: OpOverload, index: int, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """An op that the plan knows nothing of: evictable where there is a budget, else held."""
         online = self._online
-        if self._listener is not None and self._listener.on is not (online is not None):
-            self._listener.turn(online is not None)
+        self._listen(online is not None)
         if online is None or (types and pin_reason_of_types(tuple(types))):
             return self._unplanned(func, args, kwargs)
         self._table.unit = self._paths.unit
@@ -217,10 +224,12 @@ class Tape(TorchDispatchMode):
             table.overwrites(func, args, kwargs)
         out = func(*args, **kwargs)
         values = table.bind(node, out)
+        if line.normalises and has_shortcut(func, args, out):
+            take_shortcut(node, values, out)
         for value, (cache, hold, kept) in zip(values, line.stays, strict=False):
             if value is not None:
                 value.cache, value.hold = cache, hold
-                if kept:
+                if kept and value.node is not None:
                     table.hold(value)
         first = out[0] if type(out) in (tuple, list) else out
         if line.shape and first.shape != line.shape:

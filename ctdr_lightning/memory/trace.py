@@ -19,7 +19,7 @@ from ctdr_lightning.errors import CheckpointError
 from ctdr_lightning.files import write_text
 from ctdr_lightning.memory.documents import parse_document, read_record
 
-TRACE_VERSION = 1
+TRACE_VERSION = 2
 MAX_BYTES = 2**48
 
 
@@ -39,6 +39,7 @@ class OpRecord:
         backward: Whether autograd's backward ran it.
         pin: Why it may not be run again, or the empty string.
         region: How many forwards of modules had begun before it; -1 where that is not known.
+        again: Share of its time that running it once more takes; below 1 where there is a shortcut.
     """
 
     name: str
@@ -51,6 +52,7 @@ class OpRecord:
     backward: bool
     pin: str
     region: int = -1
+    again: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +164,9 @@ class Trace:
         return sum(op.seconds for op in self.ops)
 
     def replay_seconds(self, op: int) -> float:
-        """What it takes to run an op once more: its own time, and Python's."""
-        return self.ops[op].seconds + self.call_s
+        """What it takes to run an op once more: its own time, or its shortcut's, and Python's."""
+        record = self.ops[op]
+        return record.seconds * record.again + self.call_s
 
     def value_bytes(self, value: int) -> int:
         """Size of the allocation behind a value."""
@@ -174,10 +177,17 @@ class Trace:
         op = self.values[value].op
         return "input" if op < 0 else self.ops[op].module or "step"
 
-    def with_costs(self, seconds: Sequence[float], temp_bytes: Mapping[int, int], call_s: float = 0.0) -> Trace:
-        """The same trace with other op times, one for each op, and workspaces, by op index where they differ."""
+    def with_costs(
+        self,
+        seconds: Sequence[float],
+        temp_bytes: Mapping[int, int],
+        call_s: float = 0.0,
+        again: Mapping[int, float] | None = None,
+    ) -> Trace:
+        """The same trace with other op times, one for each op, and workspaces and shortcuts, by op index if others."""
+        shares = again or {}
         ops = (
-            replace(op, seconds=s, temp_bytes=temp_bytes.get(i, op.temp_bytes))
+            replace(op, seconds=s, temp_bytes=temp_bytes.get(i, op.temp_bytes), again=shares.get(i, op.again))
             for i, (op, s) in enumerate(zip(self.ops, seconds, strict=True))
         )
         return replace(self, ops=tuple(ops), call_s=call_s)
@@ -231,6 +241,7 @@ class Trace:
             _require(all(0 <= v < n_values and self.values[v].op < index for v in op.inputs), "what an op reads")
             _require(all(-1 <= v < n_values for v in op.outputs), "what an op makes")
             _require(0 <= op.tick < n and op.seconds >= 0 and 0 <= op.temp_bytes < MAX_BYTES, "an op's cost")
+            _require(0 <= op.again <= 1, "what an op takes once more")
         for value in self.values:
             _require(-1 <= value.op < n_ops and 0 <= value.storage < len(self.storages), "what made a value")
             _require(0 <= value.lost <= n, "when a value is lost")

@@ -9,7 +9,7 @@ collector is never needed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -127,13 +127,14 @@ class Value:
 
 
 class Node:
-    """One op call: the op, its arguments with values in the place of tensors, and weak references to its outputs."""
+    """One op call: what runs, its arguments with values in the place of tensors, and weak references to its outputs."""
 
-    __slots__ = ("__weakref__", "args", "func", "grad", "index", "kwargs", "outs", "seconds", "unit", "view")
+    __slots__ = ("__weakref__", "args", "func", "grad", "index", "kwargs", "outs", "seconds", "unit", "view", "written")
 
     def __init__(self, func: OpOverload, index: int, unit: int = 0, view: bool = False) -> None:
-        self.func = func
+        self.func: OpOverload | Callable[..., Tensor] = func
         self.view = view
+        self.written = False
         self.index = index
         self.unit = unit
         self.grad = torch.is_grad_enabled()  # some kernels look at it

@@ -44,7 +44,7 @@ def test_only_modules_with_something_to_do_are_seen():
     bench = Bench(net, step)
     want, made = bench.run(), dropping(bench.record(), "4")
     awake, loss = seen(net, tape := Tape(made), step)
-    assert [i for i, on in enumerate(awake) if on] == [3, 4, 6]  # what makes it, the Tanh itself, and who saves it too
+    assert [i for i, on in enumerate(awake) if on] == [3, 4]  # what makes it and the Tanh itself, not who saves it too
     assert not tape.diverged
     loss.backward()
     assert not bench.run(Tape(made)).differs_from(want)
@@ -53,7 +53,7 @@ def test_only_modules_with_something_to_do_are_seen():
 
 def test_a_plan_that_is_busy_everywhere_is_not_told_of_modules():
     net = mlp(16, 16, 16)
-    trace = Bench(net, step).record()
+    trace = Bench(net, lambda net: net(X).exp().sum()).record()
     hooks = torch.nn.modules.module._global_forward_pre_hooks
     with Tape(planned(trace, everything_dropped(trace))):
         assert not hooks
@@ -82,7 +82,7 @@ def test_where_an_allocator_counts_it_sleeps_under_a_budget_too(allocator):
     bench = Bench(net, step)
     want, made = bench.run(), dropping(bench.record(), "4")
     awake, loss = seen(net, tape := Tape(made, Evictor(10**9)), step)
-    assert [i for i, on in enumerate(awake) if on] == [3, 4, 6]
+    assert [i for i, on in enumerate(awake) if on] == [3, 4]
     loss.backward()
     assert not tape.diverged
     assert not bench.run(Tape(made, Evictor(10**9))).differs_from(want)
