@@ -10,12 +10,11 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
 from ctdr_lightning.memory.pins import overwritten, pin_reason_of_call, traits, without_running_stats
-from ctdr_lightning.memory.tensors import storage_of, tensors_in
+from ctdr_lightning.memory.tensors import has_storage, storage_of, tensors_in
 from ctdr_lightning.memory.trace import OpRecord, Save, StorageRecord, Trace, ValueRecord
 from ctdr_lightning.memory.values import Handle, Value
 from ctdr_lightning.memory.waits import pin_what_cannot_wait
@@ -99,7 +98,7 @@ class StepLog:
         if kwargs:
             args = (*args, *kwargs.values())
         tensors = list(tensors_in(args))
-        strided = [t for t in tensors if _has_storage(t)]
+        strided = [t for t in tensors if has_storage(t)]
         self._strided = len(strided) == len(tensors)
         return tuple(dict.fromkeys([self.value_of(t) for t in strided]))
 
@@ -119,21 +118,18 @@ class StepLog:
         rest_pin: str = "",
         region: int = -1,
     ) -> None:
-        """Enter a call that has run, during the present tick.
-
-        ``pin`` says why it may not be run again, if so; ``rest_pin`` why its outputs but the first must be held.
-        """
+        """Enter a call that has run; ``pin``: why it may not run again, ``rest_pin``: why later outputs stay."""
         outs = [o if isinstance(o, Tensor) else None for o in (out if type(out) in (tuple, list) else (out,))]
         op = traits(func)
         if op.special:
             pin = pin or pin_reason_of_call(func, args, kwargs)
-        if not self._strided or any(o is not None and not _has_storage(o) for o in outs):
+        if not self._strided or any(o is not None and not has_storage(o) for o in outs):
             pin = pin or "a layout without a storage"
         self._sharded = self._sharded or self.unit != 0
         if self._sharded and not backward:
             self._pin_foreign(inputs)
         for tensor in overwritten(func, args, kwargs) if op.writes else ():
-            if _has_storage(tensor):
+            if has_storage(tensor):
                 self._overwrite(tensor, pin or ("" if tensor is outs[0] else "written as a side effect"))
         pins = (pin, *[pin or rest_pin] * (len(outs) - 1))
         outputs = tuple([self._made(o, why, backward) for o, why in zip(outs, pins, strict=False)])
@@ -141,7 +137,7 @@ class StepLog:
 
     def saved(self, value: Value, tensor: Tensor) -> LoggedHandle:
         """Autograd saves a tensor: the handle to give it."""
-        record = _Saved(self.value_of(tensor) if _has_storage(tensor) else -1, self.tick)
+        record = _Saved(self.value_of(tensor) if has_storage(tensor) else -1, self.tick)
         if record.value >= 0:
             self._pin_foreign((record.value,))
             self._saves.append(record)
@@ -213,7 +209,7 @@ class StepLog:
             del self._by_data[key]
 
     def _made(self, tensor: Tensor | None, pin: str, backward: bool) -> int:
-        if tensor is None or not _has_storage(tensor):
+        if tensor is None or not has_storage(tensor):
             return -1
         storage = self._storage_of(tensor, born=self.tick)
         if storage.born == self.tick:
@@ -300,7 +296,3 @@ def _frame_end(storage: _Storage, held_until: int, n_ticks: int) -> int:
         return n_ticks
     gone = n_ticks if storage.gone is None else storage.gone
     return gone if gone > max(storage.end, held_until) else storage.end  # a holder that was not seen
-
-
-def _has_storage(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided

@@ -40,6 +40,11 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
         return None
 
 
+def has_storage(tensor: Tensor) -> bool:
+    """Whether the tensor's layout is one with a storage."""
+    return tensor.layout is torch.strided
+
+
 def tensors_in(args: Any) -> Iterator[Tensor]:
     """The tensors among the arguments of an aten call."""
     for arg in args:
