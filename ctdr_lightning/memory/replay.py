@@ -129,13 +129,13 @@ def _missing(target: Value, have: dict[Value, Tensor]) -> tuple[list[tuple[Node,
         elif value.node is None:
             raise modified_in_place()
         elif value.node not in found:
-            found[value.node] = sources = list(value.node.sources())
+            found[value.node] = sources = value.node.sources()
             for source in sources:
                 if source not in uses:
                     uses[source] = 0
                     stack.append(source)
                 uses[source] += 1
-    return sorted(found.items(), key=_in_order), uses
+    return sorted(found.items(), key=_in_order) if len(found) > 1 else list(found.items()), uses
 
 
 def _in_order(item: tuple[Node, list[Value]]) -> int:
@@ -149,7 +149,7 @@ def _real(arg: Any, have: dict[Value, Tensor]) -> Any:
 
 
 def _outputs(node: Node, have: dict[Value, Tensor]) -> tuple[Any, ...]:
-    args = [_real(a, have) for a in node.args]
+    args = [have[a] if type(a) is Value else _real(a, have) if type(a) is list else a for a in node.args]
     kwargs = {k: _real(a, have) for k, a in node.kwargs.items()} if node.kwargs else node.kwargs
     torch._C._set_grad_enabled(node.grad)
     out = call_again(node.func, args, kwargs)

@@ -9,7 +9,7 @@ collector is never needed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -143,13 +143,15 @@ class Node:
         self.outs: list[weakref.ref[Value] | None] = []
         self.seconds = 0.0
 
-    def sources(self) -> Iterator[Value]:
+    def sources(self) -> list[Value]:
         """The values that the call reads."""
-        for arg in (*self.args, *self.kwargs.values()):
-            if isinstance(arg, Value):
-                yield arg
+        found: list[Value] = []
+        for arg in (*self.args, *self.kwargs.values()) if self.kwargs else self.args:
+            if type(arg) is Value:
+                found.append(arg)
             elif type(arg) is list:
-                yield from (a for a in arg if isinstance(a, Value))
+                found += [a for a in arg if type(a) is Value]
+        return found
 
 
 class Handle:
