@@ -12,8 +12,9 @@ from pathlib import Path
 from ctdr_lightning.errors import CheckpointError
 from ctdr_lightning.files import write_text
 from ctdr_lightning.memory.documents import parse_document, read_record
+from ctdr_lightning.memory.pins import TRACKED_VIEWS
 from ctdr_lightning.memory.regions import Regions
-from ctdr_lightning.memory.trace import Trace
+from ctdr_lightning.memory.trace import OpRecord, Trace
 from ctdr_lightning.units import format_bytes, format_seconds
 
 PLAN_VERSION = 2
@@ -228,12 +229,20 @@ def write_script(trace: Trace, actions: Actions) -> tuple[ScriptLine, ...]:
         op, saves, writes = trace.ops[index], place in saving, index in written
         first = op.outputs[0] if op.outputs else -1
         shape = trace.values[first].shape if first >= 0 and trace.values[first].op == index else ()
-        if dropped.isdisjoint(op.outputs):
+        if dropped.isdisjoint(op.outputs) or _is_plain_view(trace, op):
             lines.append(ScriptLine(op.name, shape, saves=saves, region=op.region, writes=writes))
         else:
             stays = tuple(_stays(trace, actions, v) for v in op.outputs)
             lines.append(ScriptLine(op.name, shape, True, stays, saves, op.region, writes))
     return tuple(lines)
+
+
+def _is_plain_view(trace: Trace, op: OpRecord) -> bool:
+    """Whether the tape finds what the op makes by itself: a view of something that was not written in place."""
+    if op.name not in TRACKED_VIEWS:
+        return False
+    record = trace.values[op.outputs[0]]
+    return record.op >= 0 and trace.storages[record.storage].born == trace.ops[record.op].tick
 
 
 def _saving_ops(trace: Trace, values: set[int]) -> set[int]:

@@ -138,7 +138,7 @@ def _missing(target: Value, have: dict[Value, Tensor]) -> tuple[list[tuple[Node,
     return sorted(found.items(), key=_in_order) if len(found) > 1 else list(found.items()), uses
 
 
-def _in_order(item: tuple[Node, list[Value]]) -> int:
+def _in_order(item: tuple[Node, list[Value]]) -> float:
     return item[0].index
 
 

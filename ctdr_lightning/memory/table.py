@@ -62,6 +62,27 @@ class ValueTable:
             self.hold(value)
         return value
 
+    def find_view(self, tensor: Tensor, index: int) -> Value | None:
+        """The value of a view of a tensor that can be made again, by its geometry: nobody saw the view's own op.
+
+        Args:
+            tensor: What may be a view.
+            index: Of the op that reads it, or would be next.
+        """
+        base = tensor._base
+        if base is None:
+            return None
+        whole = self.find(base)
+        if whole is None or whole.node is None or not _is_part(tensor, base):
+            return None
+        node = Node(view_again, index - 0.5, self.unit, view=True)
+        start = tensor.storage_offset() - base.storage_offset()
+        node.args = (whole, tuple(tensor.shape), tensor.stride(), start)
+        value = self._enter(node, tensor)
+        if value is not None:
+            value.cache, value.hold = whole.cache, whole.hold
+        return value
+
     def hold(self, value: Value) -> None:
         """Hold a live value from now on and let go of what made it."""
         tensor = value.live()
@@ -76,32 +97,38 @@ class ValueTable:
         if op.special:
             if op.batch_norm:
                 args = without_running_stats(func, args, kwargs)
-            elif pin_reason_of_call(func, args, kwargs) or (op.written and not self._can_make_again(args[0])):
+            elif pin_reason_of_call(func, args, kwargs) or (op.written and not self._can_make_again(args[0], index)):
                 return None
         node = Node(func, index, self.unit, op.view)
         node.written = bool(op.written)
-        find, hold, source = self.find, self._holding, self._source
+        source, sources = self._source, self._sources
         try:
             node.args = tuple(
                 [
-                    (find(a) or hold(a)) if isinstance(a, Tensor) else source(a) if type(a) in _SEQUENCES else a
+                    source(a, index) if isinstance(a, Tensor) else sources(a, index) if type(a) in _SEQUENCES else a
                     for a in args
                 ]
             )
             if kwargs:
-                node.kwargs = {k: source(a) for k, a in kwargs.items()}
+                node.kwargs = {k: sources(a, index) for k, a in kwargs.items()}
         except NotImplementedError:  # a layout without a storage, such as sparse: writes to it could not be noticed
             return None
         return node
 
-    def _can_make_again(self, arg: Any) -> bool:
-        value = self.find(arg) if isinstance(arg, Tensor) else None
+    def _can_make_again(self, arg: Any, index: int) -> bool:
+        value = self._known(arg, index) if isinstance(arg, Tensor) else None
         return value is not None and value.node is not None
 
-    def _source(self, arg: Any) -> Any:
+    def _known(self, tensor: Tensor, index: int) -> Value | None:
+        return self.find(tensor) or self.find_view(tensor, index)
+
+    def _source(self, tensor: Tensor, index: int) -> Value:
+        return self._known(tensor, index) or self._holding(tensor)
+
+    def _sources(self, arg: Any, index: int) -> Any:
         if isinstance(arg, Tensor):
-            return self.find(arg) or self._holding(arg)
-        return [self._source(a) for a in arg] if type(arg) in _SEQUENCES else arg
+            return self._source(arg, index)
+        return [self._sources(a, index) for a in arg] if type(arg) in _SEQUENCES else arg
 
     def _holding(self, tensor: Tensor) -> Value:
         value = Value()
@@ -206,3 +233,14 @@ class ValueTable:
         self._leaves.clear()
         self._read.clear()
         self._files.clear()
+
+
+def view_again(whole: Tensor, shape: tuple[int, ...], stride: tuple[int, ...], start: int) -> Tensor:
+    """A part of a tensor that was made again; ``start`` counts elements from its own."""
+    return whole.as_strided(shape, stride, whole.storage_offset() + start)
+
+
+def _is_part(view: Tensor, whole: Tensor) -> bool:
+    """Whether a view's elements are the whole's as they are; ``x.data = y`` gives it others."""
+    same = view.dtype is whole.dtype and view.is_conj() == whole.is_conj() and view.is_neg() == whole.is_neg()
+    return same and view.untyped_storage() is whole.untyped_storage()

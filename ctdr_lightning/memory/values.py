@@ -131,8 +131,10 @@ class Node:
 
     __slots__ = ("__weakref__", "args", "func", "grad", "index", "kwargs", "outs", "seconds", "unit", "view", "written")
 
-    def __init__(self, func: OpOverload, index: int, unit: int = 0, view: bool = False) -> None:
-        self.func: OpOverload | Callable[..., Tensor] = func
+    def __init__(
+        self, func: OpOverload | Callable[..., Tensor], index: float, unit: int = 0, view: bool = False
+    ) -> None:
+        self.func = func
         self.view = view
         self.written = False
         self.index = index

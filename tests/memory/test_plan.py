@@ -74,6 +74,14 @@ def test_the_script():
     assert line_of("native_batch_norm", dropped | {mean: KEEP}).stays[1] == "kept"
 
 
+def test_nobody_need_see_a_view_unless_something_was_written_in_place():
+    weight = torch.ones(2, 3, requires_grad=True)
+    trace = record(lambda: (weight.exp().view(-1).sin() * (weight * 2).relu_().view(-1).cos()).sum())
+    lines = write_script(trace, everything_dropped(trace))
+    assert [line.replay for line in lines if line.op == "aten.view.default"] == [False, True]
+    assert sum(line.replay for line in lines) == 6, "exp, sin, mul, relu_ and its view, cos"
+
+
 def test_a_plan_speaks():
     made = planned(TRACE, everything_dropped(TRACE))
     head, *sentences = made.explain().splitlines()

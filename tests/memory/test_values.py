@@ -1,8 +1,10 @@
 import itertools
 import weakref
 
+import pytest
 import torch
 
+from ctdr_lightning.memory.replay import unpack
 from ctdr_lightning.memory.table import ValueTable
 from ctdr_lightning.memory.values import Handle, Held, Node, Value
 
@@ -215,3 +217,67 @@ def test_values_of_a_dead_storage_are_not_mistaken_for_those_of_the_next_at_its_
         new = table.find(y)
         assert torch.equal(new.get(), x.exp() * 2)
         del y
+
+
+def part_of(table, take, view=lambda y: y):
+    """A captured call's output, a view of it that nobody captured, and the view's value."""
+    _, y = run(table, aten.exp.default, torch.arange(24.0).view(2, 3, 4))
+    part = take(view(y))
+    return y, part, table.find_view(part, next(COUNTER))
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda y: y.view(6, 4)[1:, ::2],
+        lambda y: y.permute(2, 0, 1).unsqueeze(1),
+        lambda y: y.unbind(1)[2].t(),
+        lambda y: y.split(2, -1)[1].expand(5, 2, 3, 2),
+        lambda y: y.unfold(2, 2, 1).diagonal(),
+    ],
+)
+def test_a_view_is_known_by_its_geometry(take):
+    table = ValueTable()
+    y, part, value = part_of(table, take)
+    assert table.find(part) is value, "from now on"
+    (whole,) = value.node.sources()
+    assert whole is table.find(y)
+    want, stride, handle = part.clone(), part.stride(), Handle(value)
+    del y, part
+    assert whole.get() is None
+    again = unpack(handle)
+    assert torch.equal(again, want)
+    assert again.stride() == stride
+
+
+def test_a_view_shares_its_bases_fate():
+    table = ValueTable()
+    _, y = run(table, aten.exp.default, torch.ones(3))
+    whole = table.find(y)
+    whole.cache, whole.hold = False, True
+    value = table.find_view(y[1:], index := next(COUNTER))
+    assert (value.cache, value.hold) == (False, True)
+    assert whole.node.index < value.node.index < index
+
+
+def test_other_views_are_not_known():
+    table, x = ValueTable(), torch.ones(3)
+    assert table.find_view(x[1:], 0) is None, "nobody can make x again"
+    *_, value = part_of(table, lambda y: y.view(torch.int32))
+    assert value is None, "other elements"
+    *_, value = part_of(table, lambda y: torch.view_as_complex(y.view(2, 6, 2)).conj())
+    assert value is None
+    *_, value = part_of(ValueTable(), lambda y: y.view(-1), lambda y: y.detach())
+    assert value is None, "autograd does not say of what it is a view"
+
+
+def test_a_view_of_what_was_overwritten_is_not_known():
+    table = ValueTable()
+    _, y = run(table, aten.exp.default, torch.ones(3))
+    part = y[1:]
+    run(table, aten.zero_.default, part)
+    assert table.find_view(part, next(COUNTER)) is None
+    _, y = run(table, aten.exp.default, torch.ones(3))
+    part = y[1:]
+    part.data = torch.zeros(2)
+    assert table.find_view(part, next(COUNTER)) is None
