@@ -131,8 +131,8 @@ class StepLog:
         for tensor in overwritten(func, args, kwargs) if op.writes else ():
             if has_storage(tensor):
                 self._overwrite(tensor, pin or ("" if tensor is outs[0] else "written as a side effect"))
-        pins = (pin, *[pin or rest_pin] * (len(outs) - 1))
-        outputs = tuple([self._made(o, why, backward) for o, why in zip(outs, pins, strict=False)])
+        rest = pin or rest_pin
+        outputs = tuple([self._made(o, rest if i else pin, backward) for i, o in enumerate(outs)])
         self._ops.append((op.name, self.tick, inputs, outputs, seconds, temp_bytes, module, backward, pin, region))
 
     def saved(self, value: Value, tensor: Tensor) -> LoggedHandle:
