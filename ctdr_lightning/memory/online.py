@@ -145,7 +145,7 @@ class Online:
 
     def pack(self, tensor: Tensor) -> Value:
         """The value of a tensor that autograd saves, held but evictable."""
-        value = self._table.find(tensor)
+        value = self._table.known(tensor)
         if value is None:
             return Value.holding(tensor)
         hold_for_views(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,8 +19,6 @@ Keeper = Callable[[Value, Tensor], None]
 
 _ONE_AT_A_TIME = threading.RLock()  # backward threads may ask for the same value
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU).add(torch._C.DispatchKey.AutocastCUDA)
-with torch._C._AutoDispatchBelowAutograd():
-    _ABOVE_KERNELS = torch._C._dispatch_tls_local_exclude_set() | _AUTOCAST
 
 
 def modified_in_place() -> RuntimeError:
@@ -84,21 +83,21 @@ def hold_for_views(value: Value) -> None:
 class _plain_execution:
     """Neither autograd, nor autocast, nor any dispatch mode: the captured calls were seen below all of them."""
 
-    __slots__ = ("_grad", "_guard", "_modes")
-
     def __enter__(self) -> None:
         self._grad = torch.is_grad_enabled()
-        self._modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else None
-        if self._modes is not None:
-            self._modes.__enter__()
-        self._guard = torch._C._ExcludeDispatchKeyGuard(_ABOVE_KERNELS)
-        self._guard.__enter__()
+        modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+        self._guards: tuple[AbstractContextManager[Any], ...] = (
+            modes,
+            torch._C._AutoDispatchBelowAutograd(),
+            torch._C._ExcludeDispatchKeyGuard(_AUTOCAST),
+        )
+        for guard in self._guards:
+            guard.__enter__()
 
-    def __exit__(self, *exc: Any) -> None:
-        self._guard.__exit__(*exc)
-        if self._modes is not None:
-            self._modes.__exit__(*exc)
-        torch._C._set_grad_enabled(self._grad)
+    def __exit__(self, *exc: object) -> None:
+        for guard in reversed(self._guards):
+            guard.__exit__(*exc)
+        torch.set_grad_enabled(self._grad)
 
 
 def _run(target: Value, keeper: Keeper) -> Tensor:

@@ -41,6 +41,7 @@ class ValueTable:
 
     def __init__(self) -> None:
         self.unit = 0
+        self._last = -1  # index of the last captured call
         self._values: dict[int, Value] = {}
         self._unfiled: list[weakref.ref[Value]] = []
         self._leaves: list[Value] = []  # of values that hold what lives as long as the model
@@ -62,20 +63,19 @@ class ValueTable:
             self.hold(value)
         return value
 
-    def find_view(self, tensor: Tensor, index: int) -> Value | None:
-        """The value of a view of a tensor that can be made again, by its geometry: nobody saw the view's own op.
+    def known(self, tensor: Tensor) -> Value | None:
+        """The value of a live tensor, as ``find`` gives it, or that of a view whose own op nobody saw."""
+        return self.find(tensor) or self._find_view(tensor)
 
-        Args:
-            tensor: What may be a view.
-            index: Of the op that reads it, or would be next.
-        """
+    def _find_view(self, tensor: Tensor) -> Value | None:
+        """The value of a view of a tensor that can be made again, by its geometry."""
         base = tensor._base
         if base is None:
             return None
         whole = self.find(base)
         if whole is None or whole.node is None or not _is_part(tensor, base):
             return None
-        node = Node(view_again, index - 0.5, self.unit, view=True)
+        node = Node(view_again, self._last + 0.5, self.unit, view=True)  # after what it views, before what reads it
         start = tensor.storage_offset() - base.storage_offset()
         node.args = (whole, tuple(tensor.shape), tensor.stride(), start)
         value = self._enter(node, tensor)
@@ -97,38 +97,33 @@ class ValueTable:
         if op.special:
             if op.batch_norm:
                 args = without_running_stats(func, args, kwargs)
-            elif pin_reason_of_call(func, args, kwargs) or (op.written and not self._can_make_again(args[0], index)):
+            elif pin_reason_of_call(func, args, kwargs) or (op.written and not self._can_make_again(args[0])):
                 return None
         node = Node(func, index, self.unit, op.view)
         node.written = bool(op.written)
         source, sources = self._source, self._sources
         try:
             node.args = tuple(
-                [
-                    source(a, index) if isinstance(a, Tensor) else sources(a, index) if type(a) in _SEQUENCES else a
-                    for a in args
-                ]
+                [source(a) if isinstance(a, Tensor) else sources(a) if type(a) in _SEQUENCES else a for a in args]
             )
             if kwargs:
-                node.kwargs = {k: sources(a, index) for k, a in kwargs.items()}
+                node.kwargs = {k: sources(a) for k, a in kwargs.items()}
         except NotImplementedError:  # a layout without a storage, such as sparse: writes to it could not be noticed
             return None
+        self._last = index
         return node
 
-    def _can_make_again(self, arg: Any, index: int) -> bool:
-        value = self._known(arg, index) if isinstance(arg, Tensor) else None
+    def _can_make_again(self, arg: Any) -> bool:
+        value = self.known(arg) if isinstance(arg, Tensor) else None
         return value is not None and value.node is not None
 
-    def _known(self, tensor: Tensor, index: int) -> Value | None:
-        return self.find(tensor) or self.find_view(tensor, index)
+    def _source(self, tensor: Tensor) -> Value:
+        return self.known(tensor) or self._holding(tensor)
 
-    def _source(self, tensor: Tensor, index: int) -> Value:
-        return self._known(tensor, index) or self._holding(tensor)
-
-    def _sources(self, arg: Any, index: int) -> Any:
+    def _sources(self, arg: Any) -> Any:
         if isinstance(arg, Tensor):
-            return self._source(arg, index)
-        return [self._sources(a, index) for a in arg] if type(arg) in _SEQUENCES else arg
+            return self._source(arg)
+        return [self._sources(a) for a in arg] if type(arg) in _SEQUENCES else arg
 
     def _holding(self, tensor: Tensor) -> Value:
         value = Value()

@@ -261,7 +261,7 @@ class Tape(TorchDispatchMode):
     def _pack(self, tensor: Tensor) -> Handle | Held:
         if self.diverged and self._online is not None:
             return Handle(self._online.pack(tensor))
-        value = self._table.find(tensor) or self._table.find_view(tensor, self._index)
+        value = self._table.known(tensor)
         if value is None:
             return Held(tensor)
         if value.node is not None and value.node.view:

@@ -7,7 +7,8 @@ from torch import nn
 from ctdr_lightning.memory import Recorder, record, simulate
 from ctdr_lightning.memory import replay as engine
 from ctdr_lightning.memory.live import PeakMeter
-from ctdr_lightning.memory.online import COSTS, EvictedSet, Evictor
+from ctdr_lightning.memory.online import COSTS, EvictedSet, Evictor, Online
+from ctdr_lightning.memory.table import ValueTable
 from tests.memory.harness import Bench
 
 
@@ -133,3 +134,20 @@ def test_a_recorded_step_under_a_budget_gives_a_plan_makers_trace():
     assert [op.name for op in plain.ops] == [op.name for op in under.ops]
     assert plain.saved == under.saved
     assert simulate(under).peak_bytes == pytest.approx(simulate(plain).peak_bytes, rel=0.02)
+
+
+def test_a_view_that_nobody_captured_can_be_evicted_too():
+    """Where a step differs from its plan, the views from before were not seen."""
+    table, evictor = ValueTable(), Evictor(10**9)
+    x = torch.ones(4)
+    node = table.capture(torch.ops.aten.exp.default, 0, (x,), {})
+    with evictor:
+        table.bind(node, y := x.exp())
+        value = Online(evictor, table).pack(y[1:])
+        del y
+        assert value.node is not None
+        assert value.tensor is not None
+        evictor.budget_bytes = -1
+        evictor.make_room()
+        assert value.tensor is None
+        assert torch.equal(evictor.fetch(value), x[1:].exp())

@@ -82,11 +82,12 @@ def norms(trace):
     return [op for op in trace.ops if op.name == "aten.native_batch_norm.default"]
 
 
-def test_the_trace_knows_it():
+def test_the_trace_knows_it(monkeypatch):
+    monkeypatch.setattr(shortcuts, "_share", lambda *_: 0.25)
     net, step = net_and_step()
     trace = Bench(net, step).record()
     for op in norms(trace):
-        assert 0 < op.again < 1
+        assert op.again == 0.25
         assert [bool(trace.values[v].pin) for v in op.outputs] == [False, True, True]
     assert {op.again for op in trace.ops if op not in norms(trace)} == {1.0}
     first = trace.ops.index(norms(trace)[0])
@@ -96,7 +97,8 @@ def test_the_trace_knows_it():
         Trace.from_json(replace(trace, ops=tuple(replace(op, again=1.5) for op in trace.ops)).to_json())
 
 
-def test_the_simulator_charges_it():
+def test_the_simulator_charges_it(monkeypatch):
+    monkeypatch.setattr(shortcuts, "_share", lambda *_: 0.25)
     net, step = net_and_step()
     trace = Bench(net, step).record()
     whole = trace.with_costs(
