@@ -14,11 +14,11 @@ from dataclasses import replace
 import torch
 
 from benchmarks.nets import NETS
-from ctdr_lightning.errors import InfeasibleBudgetError
+from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.memory import POLICIES, Budget, Trace, record, simulate
-from ctdr_lightning.memory.bounds import floor_bytes, lower_bound_seconds
+from ctdr_lightning.memory.bounds.checkmate_tableau import Graph, least_seconds, solve_tableau
+from ctdr_lightning.memory.bounds.lower_bound import floor_bytes, lower_bound_seconds
 from ctdr_lightning.memory.policies.rotor import Link, solve
-from ctdr_lightning.memory.tableau import Graph, least_seconds, solve_tableau
 
 CHAINS = {8: (8, 6, 5, 4), 16: (12, 9, 7)}
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from benchmarks.nets import import_torchvision
 from ctdr_lightning import decompose
-from ctdr_lightning.decompose.algorithms.cp import cp
-from ctdr_lightning.decompose.algorithms.rebuild import rebuild
-from ctdr_lightning.decompose.algorithms.svd import svd
-from ctdr_lightning.decompose.algorithms.tt import tensor_train as our_tt
-from ctdr_lightning.decompose.algorithms.tucker import tucker
-from ctdr_lightning.decompose.vbmf import evbmf_rank
+from ctdr_lightning.decomposition.algorithms.cp import cp
+from ctdr_lightning.decomposition.algorithms.rebuild import rebuild
+from ctdr_lightning.decomposition.algorithms.svd import svd
+from ctdr_lightning.decomposition.algorithms.tt import tensor_train as our_tt
+from ctdr_lightning.decomposition.algorithms.tucker import tucker
+from ctdr_lightning.decomposition.algorithms.vbmf import evbmf_rank
 
 SWEEPS = 10
 Fit = Callable[[], Any]

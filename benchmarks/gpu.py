@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from benchmarks.nets import Net, gpt2, net_r, net_t, vision
 from benchmarks.peak import cpu_peak_bytes
-from ctdr_lightning.errors import InfeasibleBudgetError
+from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.memory import Budget, Plan, Tape, Trace, plan, record
 
 SHARES = (0.7, 0.5, 0.4)

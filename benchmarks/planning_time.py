@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.nets import Net, gpt2, vision
 from ctdr_lightning.memory import Budget, plan, record_fake, simulate
-from ctdr_lightning.memory.bounds import floor_bytes, lower_bound_seconds
+from ctdr_lightning.memory.bounds.lower_bound import floor_bytes, lower_bound_seconds
 
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 LAYERS = (3, 6, 12, 24, 48)

@@ -25,9 +25,9 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from benchmarks.nets import NETS, net_rn18
 from benchmarks.peak import keep_freed_memory, step_peak_bytes
-from ctdr_lightning.errors import CTDRError
+from ctdr_lightning.basics.errors import CTDRError
 from ctdr_lightning.memory import POLICIES, Budget, Plan, Tape, Trace, plan, record, simulate
-from ctdr_lightning.memory.steady import steady
+from ctdr_lightning.memory.traces.typical_seconds import steady
 
 SHARES = (0.8, 0.7, 0.6, 0.54, 0.5, 0.45, 0.4)
 TORCH_BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)

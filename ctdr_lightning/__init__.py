@@ -5,7 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from ctdr_lightning.decompose import Report, decompose, merge
+from ctdr_lightning.decomposition import Report, decompose, merge
+from ctdr_lightning.decomposition.layers.from_checkpoint import restore
 from ctdr_lightning.memory import (
     Budget,
     Plan,
@@ -19,7 +20,6 @@ from ctdr_lightning.memory import (
     record,
     simulate,
 )
-from ctdr_lightning.restore import restore
 
 __version__ = "0.1.0"
 

@@ -8,22 +8,22 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from ctdr_lightning.errors import ConfigError
-from ctdr_lightning.loggers import log_scalars
-from ctdr_lightning.monitor import Monitor, peak_flops
-from ctdr_lightning.options import Options, read_state
+from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.recovery import Recovery
-from ctdr_lightning.recovery.coach import Coach
+from ctdr_lightning.trainer.accuracy.coach import Coach
 from ctdr_lightning.trainer.checkpoints import CompleteFileIO, write_complete_files
-from ctdr_lightning.trainer.engine import StepEngine
-from ctdr_lightning.trainer.memory import MemoryStage
 from ctdr_lightning.trainer.modules import is_compiled, overrides
+from ctdr_lightning.trainer.options import Options, read_state
 from ctdr_lightning.trainer.randomness import Randomness
-from ctdr_lightning.trainer.reporting import Reporter
-from ctdr_lightning.trainer.rescue import is_out_of_memory
+from ctdr_lightning.trainer.reports.loggers import log_scalars
+from ctdr_lightning.trainer.reports.monitor import Monitor, peak_flops
+from ctdr_lightning.trainer.reports.reporter import Reporter
 from ctdr_lightning.trainer.strategies import check_callbacks, check_compiled, check_strategy, is_sharded
 from ctdr_lightning.trainer.structure import factorized_names, match_structure
 from ctdr_lightning.trainer.surgeon import Surgeon
+from ctdr_lightning.trainer.training_step.memory_stage import MemoryStage
+from ctdr_lightning.trainer.training_step.retry import is_out_of_memory
+from ctdr_lightning.trainer.training_step.step_runner import StepEngine
 
 STATE_VERSION = 1
 RankValue = float | int | str

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ctdr_lightning.decompose import METHODS, decompose
-from ctdr_lightning.errors import ConfigError, CTDRError
-from ctdr_lightning.files import write_text
-from ctdr_lightning.measure import storage_bytes
+from ctdr_lightning.basics.errors import ConfigError, CTDRError
+from ctdr_lightning.basics.files import write_text
+from ctdr_lightning.basics.units import format_bytes, format_seconds
+from ctdr_lightning.decomposition import METHODS, decompose
+from ctdr_lightning.evaluate.measure import storage_bytes
 from ctdr_lightning.memory import POLICIES, Plan, max_batch, plan, record_fake, simulate
-from ctdr_lightning.units import format_bytes, format_seconds
 
 _STATES = {"adam": 2, "sgd": 0, "momentum": 1}
 

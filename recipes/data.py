@@ -11,7 +11,7 @@ from lightning import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from ctdr_lightning.errors import ConfigError
+from ctdr_lightning.basics.errors import ConfigError
 
 _TEST_SHARE = 0.4
 

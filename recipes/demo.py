@@ -25,10 +25,10 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 from ctdr_lightning import CTDRCallback, Recovery
-from ctdr_lightning.measure import MemoryUse, one_thread
-from ctdr_lightning.progress import track
+from ctdr_lightning.basics.progress_bar import track
+from ctdr_lightning.basics.units import format_bytes, format_seconds
+from ctdr_lightning.evaluate.measure import MemoryUse, one_thread
 from ctdr_lightning.recovery import Phase
-from ctdr_lightning.units import format_bytes, format_seconds
 from recipes.classifier import Classifier, cnn
 from recipes.data import DigitsData
 from recipes.meter import StepMeter

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from ctdr_lightning.measure import MemoryUse
-from ctdr_lightning.units import MIB
+from ctdr_lightning.basics.units import MIB
+from ctdr_lightning.evaluate.measure import MemoryUse
 
 _COLOURS = ("#9aa0a6", "#1a73e8", "#d93025")
 _INK = "#3c4043"

@@ -17,7 +17,7 @@ from hydra.utils import instantiate
 from lightning import Callback, LightningModule, Trainer, seed_everything
 from omegaconf import DictConfig, OmegaConf
 
-from ctdr_lightning.restore import restore
+from ctdr_lightning.decomposition.layers.from_checkpoint import restore
 
 _log = logging.getLogger(__name__)
 

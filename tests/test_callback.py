@@ -2,16 +2,16 @@
 
 from copy import deepcopy
 
-import parts
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from ctdr_lightning import CTDRCallback, Recovery, merge, restore
-from ctdr_lightning.decompose import FactorizedLayer
-from ctdr_lightning.errors import CheckpointError, ConfigError
+from ctdr_lightning.basics.errors import CheckpointError, ConfigError
+from ctdr_lightning.decomposition import FactorizedLayer
 from ctdr_lightning.recovery import Phase
+from tests import parts
 
 
 def n_factorized(module):

@@ -9,17 +9,18 @@ import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
-import parts
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from ctdr_lightning import CTDRCallback, Recovery, decompose, files, restore
-from ctdr_lightning.errors import CTDRError
+from ctdr_lightning import CTDRCallback, Recovery, decompose, restore
+from ctdr_lightning.basics import files
+from ctdr_lightning.basics.errors import CTDRError
 from ctdr_lightning.recovery import Phase
 from ctdr_lightning.trainer.checkpoints import CompleteFileIO
+from tests import parts
 
 WORDS = st.sampled_from(
     ["", "all", "0.5", "8GiB", "vbmf", "keep", "measure", "nan", "net.*", "../../etc", "\x00", "🙂"]

@@ -1,16 +1,16 @@
 """Record a step, plan what to keep, run it under the plan."""
 
-from ctdr_lightning.memory.fake import record_fake
-from ctdr_lightning.memory.max_batch import LargestBatch, max_batch
-from ctdr_lightning.memory.plan import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action, Plan
+from ctdr_lightning.memory.largest_batch import LargestBatch, max_batch
 from ctdr_lightning.memory.planner import plan
+from ctdr_lightning.memory.plans.plan import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action, Plan
 from ctdr_lightning.memory.policies import POLICIES, Budget
-from ctdr_lightning.memory.record import Recorder, record
+from ctdr_lightning.memory.recorder.fake import record_fake
+from ctdr_lightning.memory.recorder.recorder import Recorder, record
 from ctdr_lightning.memory.session import Session, signature_of
-from ctdr_lightning.memory.simulate import Simulator, simulate
-from ctdr_lightning.memory.tape import Tape
-from ctdr_lightning.memory.timeline import Timeline
-from ctdr_lightning.memory.trace import Trace
+from ctdr_lightning.memory.simulator.simulator import Simulator, simulate
+from ctdr_lightning.memory.simulator.timeline import Timeline
+from ctdr_lightning.memory.tape.tape import Tape
+from ctdr_lightning.memory.traces.trace import Trace
 
 __all__ = [
     "KEEP",

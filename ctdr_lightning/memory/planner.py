@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import torch
 
-from ctdr_lightning.errors import InfeasibleBudgetError
-from ctdr_lightning.memory.bounds import lower_bound_seconds
-from ctdr_lightning.memory.infeasible import infeasible
-from ctdr_lightning.memory.plan import Actions, Decision, Plan, action_of, write_script
+from ctdr_lightning.basics.errors import InfeasibleBudgetError
+from ctdr_lightning.basics.units import parse_bytes
+from ctdr_lightning.memory.bounds.lower_bound import lower_bound_seconds
+from ctdr_lightning.memory.plans.plan import Actions, Decision, Plan, action_of, write_script
 from ctdr_lightning.memory.policies import POLICIES, Budget
-from ctdr_lightning.memory.simulate import Simulator
-from ctdr_lightning.memory.trace import Trace
-from ctdr_lightning.units import parse_bytes
+from ctdr_lightning.memory.search.infeasible import infeasible
+from ctdr_lightning.memory.simulator.simulator import Simulator
+from ctdr_lightning.memory.traces.trace import Trace
 
 
 def plan(

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from ctdr_lightning.memory.live import PeakMeter
-from ctdr_lightning.memory.online import Evictor
-from ctdr_lightning.memory.plan import Plan
-from ctdr_lightning.memory.record import Recorder
-from ctdr_lightning.memory.tape import Tape
-from ctdr_lightning.memory.trace import Trace
+from ctdr_lightning.memory.plans.plan import Plan
+from ctdr_lightning.memory.recorder.recorder import Recorder
+from ctdr_lightning.memory.tape.online import Evictor
+from ctdr_lightning.memory.tape.tape import Tape
+from ctdr_lightning.memory.traces.trace import Trace
+from ctdr_lightning.memory.values.live_bytes import PeakMeter
 
 PATIENCE = 3
 Planner = Callable[[Trace], Plan]

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ctdr_lightning.errors import CheckpointError, ConfigError
+from ctdr_lightning.basics.errors import CheckpointError, ConfigError
+from ctdr_lightning.basics.units import GIB
 from ctdr_lightning.recovery.schedule import Distillation
-from ctdr_lightning.units import GIB
 
 
 class Teacher:

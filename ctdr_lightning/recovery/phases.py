@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ctdr_lightning.decompose.layers import FactorizedLayer
-from ctdr_lightning.decompose.surgery import walk
-from ctdr_lightning.errors import ConfigError
+from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer
+from ctdr_lightning.decomposition.layers.surgery import walk
 from ctdr_lightning.recovery.batchnorm import tracked
 
 

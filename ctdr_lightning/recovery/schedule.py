@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import yaml
 
-from ctdr_lightning import files
-from ctdr_lightning.checks import from_mapping, one_of, real, whole
-from ctdr_lightning.errors import CheckpointError, ConfigError
+from ctdr_lightning.basics import files
+from ctdr_lightning.basics.checks import from_mapping, one_of, real, whole
+from ctdr_lightning.basics.errors import CheckpointError, ConfigError
 
 _NOTES = {
     "batchnorm_batches": "training batches for BatchNorm statistics, after every cut and at an epoch's end; 0: never",

@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from typing_extensions import override
 
-from ctdr_lightning import files
-from ctdr_lightning.errors import CheckpointError
+from ctdr_lightning.basics import files
+from ctdr_lightning.basics.errors import CheckpointError
 
 
 class CompleteFileIO(TorchCheckpointIO):

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from ctdr_lightning.errors import CheckpointError
+from ctdr_lightning.basics.errors import CheckpointError
 
 
 def capture() -> dict[str, Tensor]:

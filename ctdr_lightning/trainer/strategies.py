@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from ctdr_lightning.errors import ConfigError
+from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.trainer.modules import is_compiled
 
 _TESTED = ("SingleDeviceStrategy", "DDPStrategy")

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from ctdr_lightning.decompose.layers import FactorizedLayer
-from ctdr_lightning.decompose.surgery import replace_everywhere, walk
-from ctdr_lightning.restore import rebuild_from_state_dict
+from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer
+from ctdr_lightning.decomposition.layers.from_checkpoint import rebuild_from_state_dict
+from ctdr_lightning.decomposition.layers.surgery import replace_everywhere, walk
 
 
 def match_structure(module: nn.Module, state_dict: Mapping[str, Any], prefix: str = "", *_: Any) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from ctdr_lightning.decompose import Report, decompose
-from ctdr_lightning.decompose.report import LayerReport
-from ctdr_lightning.errors import CheckpointError, ConfigError
-from ctdr_lightning.recovery.progress import split
+from ctdr_lightning.basics.errors import CheckpointError, ConfigError
+from ctdr_lightning.decomposition import Report, decompose
+from ctdr_lightning.decomposition.report import LayerReport
+from ctdr_lightning.recovery.decisions import split
 from ctdr_lightning.recovery.schedule import Recovery
 
 Plan = dict[str, Any]

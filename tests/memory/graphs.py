@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ctdr_lightning.memory.trace import OpRecord, Save, StorageRecord, Trace, ValueRecord
+from ctdr_lightning.memory.traces.trace import OpRecord, Save, StorageRecord, Trace, ValueRecord
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ctdr_lightning.memory import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action, Plan, Recorder, Tape, Trace, plan, record
-from ctdr_lightning.memory.live import PeakMeter
-from ctdr_lightning.memory.online import Evictor
+from ctdr_lightning.memory.tape.online import Evictor
+from ctdr_lightning.memory.values.live_bytes import PeakMeter
 
 Run = Callable[[], Tensor]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from ctdr_lightning.memory.values import Handle, Held, Node, Value
+from ctdr_lightning.memory.values.value import Handle, Held, Node, Value
 
 ENGINE = (Value, Node, Handle, Held)
 

@@ -3,8 +3,8 @@ import torch
 from torch import nn
 
 from ctdr_lightning.memory import RECOMPUTE, Session, Simulator, plan, signature_of
-from ctdr_lightning.memory.live import _trackers
 from ctdr_lightning.memory.session import PATIENCE
+from ctdr_lightning.memory.values.live_bytes import _trackers
 from tests.memory.harness import Bench, everything_dropped, planned
 from tests.memory.leaks import assert_nothing_is_installed, left_behind
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from ctdr_lightning.errors import ConfigError
+from ctdr_lightning.basics.errors import ConfigError
 from recipes.data import DigitsData, ImageFolderData, _shift_and_noise
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from ctdr_lightning import Tape, decompose, plan, record, simulate
-from ctdr_lightning.units import parse_bytes
+from ctdr_lightning.basics.units import parse_bytes
 from recipes import demo
 
 

@@ -1,6 +1,6 @@
 from PIL import Image
 
-from ctdr_lightning.measure import MemoryUse
+from ctdr_lightning.evaluate.measure import MemoryUse
 from recipes.picture import draw_memory
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from ctdr_lightning.errors import CheckpointError
+from ctdr_lightning.basics.errors import CheckpointError
 from recipes.train import train
 from tests.recipes.test_configs import CONF
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ctdr_lightning.errors import CheckpointError, ConfigError
+from ctdr_lightning.basics.errors import CheckpointError, ConfigError
 from ctdr_lightning.recovery import Distillation
 from ctdr_lightning.recovery.distill import Teacher, softened
 

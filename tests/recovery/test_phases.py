@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from ctdr_lightning import decompose
-from ctdr_lightning.errors import ConfigError
+from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.recovery.phases import Freezer, RateScaler, chosen_parameters
 
 

@@ -2,7 +2,7 @@ from dataclasses import fields
 
 import pytest
 
-from ctdr_lightning.errors import CheckpointError, ConfigError
+from ctdr_lightning.basics.errors import CheckpointError, ConfigError
 from ctdr_lightning.recovery import Distillation, Phase, Recovery
 from ctdr_lightning.recovery.schedule import _NOTES, read_yaml
 

@@ -14,14 +14,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ctdr_lightning.errors import CTDRError
-from ctdr_lightning.memory.frontier import Frontier, Point
-from ctdr_lightning.memory.plan import Actions
+from ctdr_lightning.basics.errors import CTDRError
+from ctdr_lightning.basics.remembered import Remembered
+from ctdr_lightning.memory.plans.plan import Actions
 from ctdr_lightning.memory.policies.registry import POLICIES, Budget
-from ctdr_lightning.memory.remember import Remembered
-from ctdr_lightning.memory.search import Search
-from ctdr_lightning.memory.simulate import Simulator
-from ctdr_lightning.memory.trace import Trace
+from ctdr_lightning.memory.search.frontier import Frontier, Point
+from ctdr_lightning.memory.search.local_search import Search
+from ctdr_lightning.memory.simulator.simulator import Simulator
+from ctdr_lightning.memory.traces.trace import Trace
 
 TOO_SLOW = {"auto", "checkmate"}
 STARTER, START_SHARES = "capuchin", (0.75, 0.55, 0.4)

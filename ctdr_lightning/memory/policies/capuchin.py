@@ -18,11 +18,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ctdr_lightning.memory.choose import choose
-from ctdr_lightning.memory.plan import RECOMPUTE, Actions
+from ctdr_lightning.memory.plans.plan import RECOMPUTE, Actions
 from ctdr_lightning.memory.policies.registry import POLICIES, Budget
-from ctdr_lightning.memory.simulate import Simulator
-from ctdr_lightning.memory.trace import Trace
+from ctdr_lightning.memory.search.best_candidate import choose
+from ctdr_lightning.memory.simulator.simulator import Simulator
+from ctdr_lightning.memory.traces.trace import Trace
 
 _LEAST_S = 1e-9
 

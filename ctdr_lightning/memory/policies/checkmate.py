@@ -24,12 +24,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ctdr_lightning.memory.choose import choose
-from ctdr_lightning.memory.plan import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action, Actions
+from ctdr_lightning.memory.bounds.staged_program import StagedProgram, choose_ticks, lives_of
+from ctdr_lightning.memory.plans.plan import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action, Actions
 from ctdr_lightning.memory.policies.registry import POLICIES, Budget
-from ctdr_lightning.memory.simulate import Simulator
-from ctdr_lightning.memory.staged import StagedProgram, choose_ticks, lives_of
-from ctdr_lightning.memory.trace import Trace
+from ctdr_lightning.memory.search.best_candidate import choose
+from ctdr_lightning.memory.simulator.simulator import Simulator
+from ctdr_lightning.memory.traces.trace import Trace
 
 FIRST_TICKS = 3
 GAP = 0.01  # of the seconds that are recomputed

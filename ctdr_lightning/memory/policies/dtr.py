@@ -21,13 +21,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ctdr_lightning.memory.choose import choose
-from ctdr_lightning.memory.effects import layout_of
-from ctdr_lightning.memory.online import SMALL_SHARE, EvictedSet
-from ctdr_lightning.memory.plan import RECOMPUTE, RECOMPUTE_EACH, Action, Actions
+from ctdr_lightning.memory.plans.plan import RECOMPUTE, RECOMPUTE_EACH, Action, Actions
 from ctdr_lightning.memory.policies.registry import POLICIES, Budget
-from ctdr_lightning.memory.simulate import Simulator
-from ctdr_lightning.memory.trace import Trace
+from ctdr_lightning.memory.search.best_candidate import choose
+from ctdr_lightning.memory.simulator.effect import layout_of
+from ctdr_lightning.memory.simulator.simulator import Simulator
+from ctdr_lightning.memory.tape.online import SMALL_SHARE, EvictedSet
+from ctdr_lightning.memory.traces.trace import Trace
 
 TIGHTER = 0.93
 PATIENCE = 3

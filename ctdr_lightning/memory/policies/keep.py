@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ctdr_lightning.memory.plan import Actions
+from ctdr_lightning.memory.plans.plan import Actions
 from ctdr_lightning.memory.policies.registry import POLICIES, Budget
-from ctdr_lightning.memory.trace import Trace
+from ctdr_lightning.memory.traces.trace import Trace
 
 
 @POLICIES.register("keep")

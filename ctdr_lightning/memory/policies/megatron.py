@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ctdr_lightning.memory.choose import choose
-from ctdr_lightning.memory.opkinds import is_attention_core, is_cheap, is_weighted
-from ctdr_lightning.memory.plan import KEEP, RECOMPUTE, Actions
+from ctdr_lightning.memory.plans.plan import KEEP, RECOMPUTE, Actions
 from ctdr_lightning.memory.policies.registry import POLICIES, Budget
-from ctdr_lightning.memory.trace import OpRecord, Trace
+from ctdr_lightning.memory.search.best_candidate import choose
+from ctdr_lightning.memory.traces.op_kinds import is_attention_core, is_cheap, is_weighted
+from ctdr_lightning.memory.traces.trace import OpRecord, Trace
 
 
 @POLICIES.register("megatron")

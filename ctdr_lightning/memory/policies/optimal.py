@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
-from ctdr_lightning.memory.chain import Chain, find_chain
-from ctdr_lightning.memory.choose import choose
-from ctdr_lightning.memory.plan import Actions
+from ctdr_lightning.memory.plans.plan import Actions
 from ctdr_lightning.memory.policies.registry import POLICIES, Budget
 from ctdr_lightning.memory.policies.sqrt import segment_actions
-from ctdr_lightning.memory.simulate import Simulator
-from ctdr_lightning.memory.trace import Trace
+from ctdr_lightning.memory.search.best_candidate import choose
+from ctdr_lightning.memory.search.chain import Chain, find_chain
+from ctdr_lightning.memory.simulator.simulator import Simulator
+from ctdr_lightning.memory.traces.trace import Trace
 
 MOST_STAGES = 128  # of longer chains neighbours are joined
 N_LIGHTEST = 16  # how many subsets are simulated where the least peak is looked for

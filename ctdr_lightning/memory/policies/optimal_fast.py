@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ctdr_lightning.memory.chain import find_chain
-from ctdr_lightning.memory.plan import Actions
+from ctdr_lightning.memory.plans.plan import Actions
 from ctdr_lightning.memory.policies.optimal import MOST_STAGES, Sizes, Subset, judge, prefix_bytes, walk
 from ctdr_lightning.memory.policies.registry import POLICIES, Budget
-from ctdr_lightning.memory.trace import Trace
+from ctdr_lightning.memory.search.chain import find_chain
+from ctdr_lightning.memory.traces.trace import Trace
 
 
 @POLICIES.register("optimal_fast")

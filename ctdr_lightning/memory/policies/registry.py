@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from ctdr_lightning.memory.plan import Actions
-from ctdr_lightning.memory.trace import Trace
-from ctdr_lightning.registry import Registry
+from ctdr_lightning.basics.registry import Registry
+from ctdr_lightning.memory.plans.plan import Actions
+from ctdr_lightning.memory.traces.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,13 +24,13 @@ from typing import Any
 
 import numpy as np
 
-from ctdr_lightning.memory.chain import Chain, find_chain
-from ctdr_lightning.memory.choose import choose
-from ctdr_lightning.memory.plan import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action, Actions
+from ctdr_lightning.memory.bounds.staged_program import lives_of
+from ctdr_lightning.memory.plans.plan import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action, Actions
 from ctdr_lightning.memory.policies.registry import POLICIES, Budget
-from ctdr_lightning.memory.simulate import Simulator
-from ctdr_lightning.memory.staged import lives_of
-from ctdr_lightning.memory.trace import Trace
+from ctdr_lightning.memory.search.best_candidate import choose
+from ctdr_lightning.memory.search.chain import Chain, find_chain
+from ctdr_lightning.memory.simulator.simulator import Simulator
+from ctdr_lightning.memory.traces.trace import Trace
 
 MOST_STAGES = 128  # of longer chains neighbours are joined
 N_SLOTS = 500

@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ctdr_lightning.memory.chain import Chain, find_chain
-from ctdr_lightning.memory.plan import Action, Actions
+from ctdr_lightning.memory.plans.plan import Action, Actions
 from ctdr_lightning.memory.policies.registry import POLICIES, Budget
-from ctdr_lightning.memory.trace import Trace
+from ctdr_lightning.memory.search.chain import Chain, find_chain
+from ctdr_lightning.memory.traces.trace import Trace
 
 
 @POLICIES.register("sqrt")

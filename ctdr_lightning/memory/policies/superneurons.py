@@ -17,12 +17,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 
-from ctdr_lightning.memory.choose import choose
-from ctdr_lightning.memory.effects import layout_of
-from ctdr_lightning.memory.opkinds import is_cheap
-from ctdr_lightning.memory.plan import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action, Actions
+from ctdr_lightning.memory.plans.plan import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action, Actions
 from ctdr_lightning.memory.policies.registry import POLICIES, Budget
-from ctdr_lightning.memory.trace import Trace
+from ctdr_lightning.memory.search.best_candidate import choose
+from ctdr_lightning.memory.simulator.effect import layout_of
+from ctdr_lightning.memory.traces.op_kinds import is_cheap
+from ctdr_lightning.memory.traces.trace import Trace
 
 
 @POLICIES.register("superneurons")

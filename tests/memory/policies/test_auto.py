@@ -2,9 +2,9 @@
 
 import pytest
 
-from ctdr_lightning.errors import InfeasibleBudgetError
+from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.memory import POLICIES, Budget, Trace, plan, simulate
-from ctdr_lightning.memory.bounds import lower_bound_seconds
+from ctdr_lightning.memory.bounds.lower_bound import lower_bound_seconds
 from ctdr_lightning.memory.policies.auto import auto, frontier_of
 from tests.memory.graphs import GRAPHS, graph_trace
 from tests.memory.policies.test_conformance import CLOCKED, benched

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from ctdr_lightning.errors import InfeasibleBudgetError
+from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.memory import RECOMPUTE, Budget, simulate
 from ctdr_lightning.memory.policies.capuchin import candidates_of, capuchin, take
 from tests.memory.graphs import Node, chain, graph_trace, residual

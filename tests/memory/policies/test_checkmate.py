@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from ctdr_lightning.errors import InfeasibleBudgetError
+from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.memory import Budget, plan, record, simulate
-from ctdr_lightning.memory.bounds import floor_bytes, lower_bound_seconds
+from ctdr_lightning.memory.bounds.lower_bound import floor_bytes, lower_bound_seconds
 from ctdr_lightning.memory.policies.checkmate import checkmate
 from ctdr_lightning.memory.policies.optimal_fast import optimal_fast
 from tests.memory.graphs import GRAPHS, graph_trace

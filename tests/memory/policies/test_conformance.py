@@ -4,9 +4,9 @@ from functools import cache
 
 import pytest
 
-from ctdr_lightning.errors import InfeasibleBudgetError
+from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.memory import POLICIES, Budget, Plan, Tape, Trace, plan, simulate
-from ctdr_lightning.memory.bounds import floor_bytes
+from ctdr_lightning.memory.bounds.lower_bound import floor_bytes
 from tests.memory.policies.nets import CONFORMANCE, bench_of
 
 SHARES = (None, 0.8, 0.5)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from ctdr_lightning.errors import InfeasibleBudgetError
+from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.memory import Budget, Simulator, simulate
 from ctdr_lightning.memory.policies.dtr import Projection, dtr
 from tests.memory.graphs import chain, graph_trace, residual

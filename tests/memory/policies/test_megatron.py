@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from ctdr_lightning.memory import KEEP, RECOMPUTE, Budget, record, simulate
-from ctdr_lightning.memory.opkinds import is_attention_core, is_cheap, is_weighted
 from ctdr_lightning.memory.policies.megatron import megatron, recompute_outputs
+from ctdr_lightning.memory.traces.op_kinds import is_attention_core, is_cheap, is_weighted
 
 WIDTH, HEADS, BATCH = 32, 4, 2
 

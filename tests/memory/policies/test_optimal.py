@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctdr_lightning.errors import InfeasibleBudgetError
+from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.memory import Budget, simulate
 from ctdr_lightning.memory.policies.optimal import least_peak_by_last, optimal
 from ctdr_lightning.memory.policies.optimal_fast import fastest_under, least_peak, optimal_fast

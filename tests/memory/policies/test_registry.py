@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from ctdr_lightning.errors import InfeasibleBudgetError
+from ctdr_lightning.basics.errors import InfeasibleBudgetError
+from ctdr_lightning.basics.registry import Registry
 from ctdr_lightning.memory import plan, simulate
 from ctdr_lightning.memory.policies import POLICIES
-from ctdr_lightning.registry import Registry
 from tests.memory.graphs import chain, graph_trace
 
 PAGE = Path(__file__).parents[3] / "docs" / "policies.md"
@@ -42,7 +42,9 @@ def test_entry_points_are_loaded_once_asked_for(monkeypatch):
         def load(self):
             return len
 
-    monkeypatch.setattr("ctdr_lightning.registry.entry_points", lambda group: [Point()] if group == "a.group" else [])
+    monkeypatch.setattr(
+        "ctdr_lightning.basics.registry.entry_points", lambda group: [Point()] if group == "a.group" else []
+    )
     registry = Registry("policy", group="a.group")
     assert list(registry) == ["theirs"]
     assert registry["theirs"] is len

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctdr_lightning.errors import InfeasibleBudgetError
+from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.memory import Budget, simulate
-from ctdr_lightning.memory.chain import find_chain
 from ctdr_lightning.memory.policies.optimal_fast import optimal_fast
 from ctdr_lightning.memory.policies.rotor import ALL, BACKWARD, CHECKPOINT, NONE, Link, actions_of, rotor, solve
+from ctdr_lightning.memory.search.chain import find_chain
 from tests.memory.graphs import GRAPHS, chain, graph_trace
 
 UNIFORM = Link(forward_s=1, backward_s=2, output_bytes=1, saved_bytes=1)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ctdr_lightning.errors import InfeasibleBudgetError
+from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.memory import RECOMPUTE, RECOMPUTE_EACH, Budget, record, simulate
 from ctdr_lightning.memory.policies.superneurons import (
     cheap_segments,

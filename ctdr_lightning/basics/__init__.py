@@ -1,0 +1,1 @@
+"""Words, files, errors and checks that everything else uses; no models, no traces."""

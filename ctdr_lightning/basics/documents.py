@@ -1,0 +1,77 @@
+"""Plain data to versioned JSON and back. Every field is checked, so that a damaged file is an error, nothing worse."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from types import UnionType
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+
+from ctdr_lightning.basics.errors import CheckpointError
+from ctdr_lightning.basics.files import read_text
+
+T = TypeVar("T")
+
+
+def parse_document(source: str | Path, kind: str, version: int) -> dict[str, Any]:
+    """Read versioned JSON, from text or from a file.
+
+    Args:
+        source: JSON text that starts with a brace, or a path.
+        kind: What the document must say that it is.
+        version: The version that can be read.
+
+    Raises:
+        CheckpointError: When it cannot be read, or is of another kind or version.
+    """
+    text = source if isinstance(source, str) and source.lstrip().startswith("{") else read_text(source)
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"This {kind} is no valid JSON: {error}.", f"Write the {kind} again.") from error
+    if not isinstance(data, dict) or data.get("kind") != kind or data.get("version") != version:
+        found = (data.get("kind"), data.get("version")) if isinstance(data, dict) else type(data).__name__
+        raise CheckpointError(f"Expected a {kind} of version {version}, found {found}.", f"Write the {kind} again.")
+    return data
+
+
+def read_record(kind: type[T], found: Mapping[str, Any] | Sequence[Any]) -> T:
+    """Make a dataclass of plain fields from its row or its mapping.
+
+    Args:
+        kind: The dataclass; its fields are numbers, text, booleans, or tuples and dataclasses of these.
+        found: Its fields by name, where defaults may be left out, or all of them in order.
+
+    Raises:
+        ValueError: When a field is missing, unknown, or of another type.
+    """
+    hints = _hints(cast(Hashable, kind))
+    if not isinstance(found, Mapping):
+        found = dict(zip(hints, found, strict=True))
+    if unknown := found.keys() - hints.keys():
+        raise ValueError(f"unknown {sorted(unknown)} in {kind.__name__}")
+    return kind(**{name: _read(hints[name], item, f"{kind.__name__}.{name}") for name, item in found.items()})
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {f.name: hints[f.name] for f in fields(kind)}
+
+
+def _read(hint: Any, item: Any, where: str) -> Any:
+    if isinstance(hint, UnionType):
+        return None if item is None else _read(get_args(hint)[0], item, where)
+    if get_origin(hint) is tuple and isinstance(item, list):
+        return tuple(_read(get_args(hint)[0], entry, where) for entry in item)
+    if hasattr(hint, "__dataclass_fields__") and isinstance(item, (dict, list)):
+        return read_record(hint, item)
+    if hint is float and type(item) in (int, float) and math.isfinite(item):
+        return float(item)
+    if type(item) is not hint:
+        raise ValueError(f"{where} is {item!r}")
+    return item

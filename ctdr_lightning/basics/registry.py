@@ -1,0 +1,70 @@
+"""Names for policies, methods and codecs: one decorator, entry points, one error that lists what there is."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import entry_points
+from typing import Generic, TypeVar
+
+from ctdr_lightning.basics.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class Registry(Mapping[str, T], Generic[T]):
+    """A mapping from name to a registered callable.
+
+    Args:
+        kind: What is registered, in the singular ("policy"); used in errors.
+        group: Entry-point group that third-party packages may use, or None.
+    """
+
+    def __init__(self, kind: str, group: str | None = None) -> None:
+        self._kind = kind
+        self._group = group
+        self._entries: dict[str, T] = {}
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Return a decorator that registers what it decorates under ``name``.
+
+        Raises:
+            ConfigError: When the name is taken.
+        """
+
+        def add(entry: T) -> T:
+            if name in self._entries:
+                raise ConfigError(f"{self._kind} {name!r} is registered already.", "Choose another name.")
+            self._entries[name] = entry
+            return entry
+
+        return add
+
+    def __getitem__(self, name: str) -> T:
+        self._load_entry_points()
+        if name in self._entries:
+            return self._entries[name]
+        close = difflib.get_close_matches(str(name), self._entries, n=1)
+        meant = f"Did you mean {close[0]!r}? " if close else ""
+        raise ConfigError(
+            f"{self._kind} {name!r} is not known.", f"{meant}Valid names: {', '.join(sorted(self._entries))}."
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        self._load_entry_points()
+        return iter(sorted(self._entries))
+
+    def __len__(self) -> int:
+        self._load_entry_points()
+        return len(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        self._load_entry_points()
+        return name in self._entries
+
+    def _load_entry_points(self) -> None:
+        if self._group is None:
+            return
+        group, self._group = self._group, None
+        for point in entry_points(group=group):
+            self._entries.setdefault(point.name, point.load())

@@ -1,0 +1,91 @@
+"""Bytes and seconds as people write and read them."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from ctdr_lightning.basics.errors import ConfigError
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+_SCALE = {
+    "": 1, "b": 1,
+    "k": 1000, "kb": 1000, "m": 1000**2, "mb": 1000**2, "g": 1000**3, "gb": 1000**3, "t": 1000**4, "tb": 1000**4,
+    "kib": KIB, "mib": MIB, "gib": GIB, "tib": 2**40,
+}  # fmt: skip
+_PATTERN = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
+
+
+def parse_bytes(value: int | float | str, *, total_bytes: int | None = None, name: str = "memory_budget") -> int:
+    """Read a byte count: an int, a string such as ``"8GiB"``, or a fraction of ``total_bytes``.
+
+    Args:
+        value: Bytes as int, a number with a unit (``"512 MiB"``, ``"8GB"``), or a float in ``(0, 1]``.
+        total_bytes: What a fraction is a fraction of; None refuses fractions.
+        name: Argument name used in errors.
+
+    Returns:
+        A positive number of bytes.
+
+    Raises:
+        ConfigError: When ``value`` is not a positive finite amount or its unit is unknown.
+
+    Example:
+        >>> parse_bytes("1.5 GiB")
+        1610612736
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ConfigError(
+            f"{name} must be bytes, a string with a unit or a fraction, found {value!r}.", 'Write "8GiB".'
+        )
+    if isinstance(value, str):
+        return _parse_text(value, name)
+    if not math.isfinite(value) or value <= 0:
+        raise ConfigError(f"{name} must be positive and finite, found {value!r}.", 'Write "8GiB" or 0.8.')
+    if isinstance(value, int) or value > 1:
+        return int(value)
+    if total_bytes is None:
+        raise ConfigError(
+            f"{name}={value!r} is a fraction, but the device's memory is not known here.", 'Write bytes: "8GiB".'
+        )
+    return int(value * total_bytes)
+
+
+def _parse_text(text: str, name: str) -> int:
+    match = _PATTERN.fullmatch(text)
+    scale = _SCALE.get(match[2].lower()) if match else None
+    if match is None or scale is None:
+        raise ConfigError(
+            f"{name}={text!r} is not an amount of memory.", 'Write a number and a unit: "8GiB", "512 MiB".'
+        )
+    found = int(float(match[1]) * scale)
+    if found <= 0:
+        raise ConfigError(f"{name}={text!r} is not positive.", 'Write "8GiB".')
+    return found
+
+
+def format_bytes(n_bytes: float) -> str:
+    """Write bytes in the largest binary unit that keeps the number above one.
+
+    Example:
+        >>> format_bytes(3 * 2**20)
+        '3.0 MiB'
+    """
+    size = float(n_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024 or unit == "GiB":
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}" if unit != "GiB" else f"{size:.2f} GiB"
+        size /= 1024
+    raise AssertionError("unreachable")
+
+
+def format_seconds(seconds: float) -> str:
+    """Write seconds as s, ms, or us.
+
+    Example:
+        >>> format_seconds(0.0021)
+        '2.1 ms'
+    """
+    if abs(seconds) >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if abs(seconds) >= 1e-3 else f"{seconds * 1e6:.0f} us"

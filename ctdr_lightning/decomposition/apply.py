@@ -1,0 +1,199 @@
+"""The one call: select layers, choose ranks, swap them, and say what was done."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.basics.parallel import each
+from ctdr_lightning.decomposition.algorithms.solvers import SOLVERS
+from ctdr_lightning.decomposition.choose.choices import read_plan
+from ctdr_lightning.decomposition.choose.costs import Terms, samples, stage_costs, weigh
+from ctdr_lightning.decomposition.choose.observe import with_given_shapes, with_shapes, with_whitening
+from ctdr_lightning.decomposition.choose.propose import Decision, MethodLike, Wish, propose
+from ctdr_lightning.decomposition.choose.rank import RankLike
+from ctdr_lightning.decomposition.choose.select import Layer, find_layers, on_processor
+from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer
+from ctdr_lightning.decomposition.layers.surgery import factorize, replace_everywhere
+from ctdr_lightning.decomposition.methods import METHODS, Candidate
+from ctdr_lightning.decomposition.report import LayerReport, Report
+from ctdr_lightning.decomposition.shapes.layer_kinds import weight_of
+
+_NOMINAL_AXIS = 32
+
+
+def decompose(
+    model: nn.Module,
+    rank: RankLike | Mapping[str, RankLike] = 0.5,
+    method: MethodLike | Mapping[str, MethodLike] = "auto",
+    select: str | Sequence[str] | None = None,
+    *,
+    plan: Mapping[str, Any] | None = None,
+    allocate: str | None = None,
+    solver: str = "gram",
+    multiple: int = 1,
+    example_input: Any = None,
+    input_shapes: Mapping[str, Sequence[int]] | None = None,
+    data: Iterable[Any] | None = None,
+    n_batches: int = 8,
+    optimizer: str = "adam",
+    recompute: bool = False,
+    measure: bool = True,
+    progress: bool = True,
+) -> Report:
+    """Replace layers of a model by smaller chains of layers, in place.
+
+    Layers already factorized are left alone, so calling it twice does nothing more.
+
+    Args:
+        model: Any module; itself not a layer.
+        rank: Share of parameters kept (float), a rank (int), ranks (tuple, input side first), ``"vbmf"``,
+            ``"error=0.05"``, ``"energy=0.99"``, or a mapping from layer pattern to any of these (exact name, glob,
+            ``re:`` expression; the most specific wins).
+        method: Method name, several to choose from, a mapping from pattern to these, or ``"auto"``: the least error at
+            equal parameters among Tucker, spatial and plain SVD.
+        select: Patterns of the layers to take; ``!`` leaves out. None takes all.
+        plan: What an earlier report's ``to_plan()`` gave: applied as it is, no weight is looked at to decide; ``rank``,
+            ``method`` and ``select`` are not read.
+        allocate: ``"parameters"``, ``"flops"``, ``"memory"`` or ``"seconds"``: ``rank`` is then the share of that
+            resource that all layers keep together, spent where it hurts least.
+        solver: Registered solver name.
+        multiple: Ranks are rounded down to a multiple of this; 8 suits tensor cores.
+        example_input: A batch as in training. Its shapes decide, layer by layer, whether factorizing pays: a layer that
+            would need more memory, or run slower, stays dense. A tensor, positional arguments, or a mapping of
+            keywords.
+        input_shapes: The same from shapes alone, by layer name, batch included.
+        data: Batches from which the inputs' second moments are taken; the factors then lose least of the layers'
+            outputs.
+        n_batches: How many batches of ``data`` are used.
+        optimizer: Whose state counts as memory: ``"adam"``, ``"adamw"``, ``"sgd"``, ``"momentum"`` or ``"rmsprop"``.
+        recompute: Whether activations inside factorized layers will be recomputed: they then cost time, not memory.
+        measure: Whether, where shapes are known, a micro-benchmark on the layer's device may refuse a factorization
+            that runs slower. False insists.
+        progress: Whether to show a progress bar when it takes over two seconds.
+
+    Returns:
+        The report, one row a layer.
+
+    Raises:
+        ConfigError: When an argument cannot be used, or there is nothing to decompose.
+
+    Example:
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        >>> decompose(model, rank=0.5).layers[0].ranks
+        (16,)
+    """
+    SOLVERS[solver]
+    n_before = _n_parameters(model)
+    terms = Terms(optimizer, recompute, measure)
+    layers = find_layers(model, None if plan is not None else select)
+    if example_input is not None:
+        layers = with_shapes(model, layers, example_input)
+    elif input_shapes is not None:
+        layers = with_given_shapes(layers, input_shapes)
+    if data is not None:
+        layers = with_whitening(model, layers, data, n_batches)
+    if plan is not None:
+        decisions = read_plan(plan, layers)
+    else:
+        names = [layer.name for layer in layers]
+        wish = Wish.read(names, rank, method, allocate, multiple, terms, progress)
+        _check_known(allocate, layers)
+        decisions = propose(layers, wish)
+    swaps: dict[nn.Module, nn.Module] = {}
+    rows = each(
+        lambda layer: _carry_out(layer, decisions[layer.name], solver, terms, swaps),
+        layers,
+        "factorize",
+        progress=progress,
+        parallel=on_processor(layers),
+    )
+    replace_everywhere(model, swaps)
+    return Report(tuple(rows), n_before, _n_parameters(model))
+
+
+def _check_known(allocate: str | None, layers: Sequence[Layer]) -> None:
+    if allocate not in (None, "parameters") and all(layer.calls is None for layer in layers):
+        raise ConfigError(f"allocate={allocate!r} needs the layers' input shapes.", "Give example_input=.")
+
+
+def _carry_out(
+    layer: Layer, decision: Decision, solver: str, terms: Terms, swaps: dict[nn.Module, nn.Module]
+) -> LayerReport:
+    if isinstance(decision, str):
+        return _row(layer, layer.module, decision, None)
+    assert layer.geometry is not None
+    name, ranks = decision.method.name, decision.ranks
+    new = factorize(layer.module, layer.geometry, name, ranks, solver, layer.whitening)
+    swaps[layer.module] = new
+    net_bytes = weigh(layer, decision, terms).net_bytes if layer.calls else None
+    return _row(layer, new, _why(decision), net_bytes)
+
+
+def _why(decision: Candidate) -> str:
+    return "smaller" if math.isnan(decision.error) else f"least found (expected error {decision.error:.4f})"
+
+
+def _row(layer: Layer, new: nn.Module, reason: str, net_bytes: int | None) -> LayerReport:
+    factorized = new if isinstance(new, FactorizedLayer) else None
+    n_before = _n_dense(layer)
+    before, after = _flops(layer, factorized)
+    return LayerReport(
+        name=layer.name,
+        kind=layer.kind,
+        method=factorized.method if factorized else None,
+        ranks=factorized.ranks if factorized else (),
+        parameters_before=n_before,
+        parameters_after=_n_parameters(new) if factorized else n_before,
+        flops_before=before,
+        flops_after=after,
+        relative_error=_relative_error(layer, factorized),
+        net_bytes=net_bytes,
+        decision="factorized" if factorized else "dense",
+        reason=reason,
+    )
+
+
+def _n_dense(layer: Layer) -> int:
+    if layer.geometry is None:
+        return _n_parameters(layer.module)
+    bias = getattr(layer.module, "bias", None)
+    return layer.geometry.n_weights + (0 if bias is None else bias.numel())
+
+
+def _flops(layer: Layer, factorized: FactorizedLayer | None) -> tuple[int, int]:
+    """Operations of one sample's forward; at a nominal size where the input's shape is not known."""
+    geometry = layer.geometry
+    if geometry is None:
+        return 0, 0
+    nominal = (1,) if geometry.lookup else (1, geometry.in_size, *(_NOMINAL_AXIS,) * geometry.n_axes)
+    shapes = layer.calls or (nominal,)
+    n_samples = max(samples(geometry, shapes[0])[0] if geometry.kernel else shapes[0][0], 1)
+    found = METHODS[factorized.method].at(geometry, factorized.ranks) if factorized else None
+    before = sum(stage.flops for shape in shapes for stage in stage_costs(geometry, None, shape))
+    after = sum(stage.flops for shape in shapes for stage in stage_costs(geometry, found, shape))
+    return before // n_samples, after // n_samples
+
+
+@torch.no_grad()
+def _relative_error(layer: Layer, factorized: FactorizedLayer | None) -> float:
+    if factorized is None:
+        return 0.0
+    weight = weight_of(layer.module)
+    if layer.module is factorized or weight.is_meta:
+        return math.nan
+    return float((weight - factorized.weight).norm() / weight.norm().clamp_min(1e-30))
+
+
+def _settled(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if not isinstance(p, nn.parameter.UninitializedParameter)]
+
+
+def _n_parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in _settled(model))

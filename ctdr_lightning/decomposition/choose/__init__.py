@@ -1,0 +1,1 @@
+"""Which layers are decomposed, and how much of each is kept."""

@@ -1,0 +1,150 @@
+"""Spend one budget over all layers where it hurts least.
+
+Paper: Idelbayev and Carreira-Perpinan, CVPR 2020 ("Low-rank compression of neural nets: learning the rank of each
+layer"). Reproduced: one spectrum a layer, one Lagrange multiplier, exact minimum over ranks a layer. Changed: several
+methods compete within a layer, errors are relative to the layer's norm (BatchNorm makes the absolute scale
+meaningless), the resource may be parameters, operations, training memory or predicted seconds, and what the
+multiplier leaves over is spent greedily. Complexity: one rank table a layer and method, then O(rows) a bisection
+step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ctdr_lightning.basics.registry import Registry
+from ctdr_lightning.decomposition.choose.costs import Terms, predicted_seconds, stage_costs, weigh
+from ctdr_lightning.decomposition.choose.select import Layer
+from ctdr_lightning.decomposition.methods import Candidate, KeepDenseError, Method, RankTable
+
+_ROWS = 64
+_BISECTIONS = 80
+
+Resource = Callable[[Layer, Candidate | None, Terms], float]
+RESOURCES: Registry[Resource] = Registry("resource", group="ctdr_lightning.resources")
+
+
+@RESOURCES.register("parameters")
+def parameters(layer: Layer, candidate: Candidate | None, terms: Terms) -> float:
+    """Weights, bias aside."""
+    assert layer.geometry is not None
+    return float(candidate.parameters if candidate else layer.geometry.n_weights)
+
+
+@RESOURCES.register("flops")
+def flops(layer: Layer, candidate: Candidate | None, terms: Terms) -> float:
+    """Operations of a forward at the layer's input shapes."""
+    assert layer.geometry is not None
+    return float(sum(s.flops for shape in layer.calls or () for s in stage_costs(layer.geometry, candidate, shape)))
+
+
+@RESOURCES.register("memory")
+def memory(layer: Layer, candidate: Candidate | None, terms: Terms) -> float:
+    """Bytes of weights, gradients and optimizer state, and of the activations that factors add."""
+    assert layer.geometry is not None
+    dense = terms.state_bytes(layer, layer.geometry.n_weights)
+    return float(dense + (weigh(layer, candidate, terms).net_bytes if candidate else 0))
+
+
+@RESOURCES.register("seconds")
+def seconds(layer: Layer, candidate: Candidate | None, terms: Terms) -> float:
+    """Predicted forward and backward on the layer's device."""
+    return predicted_seconds(layer, candidate)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What one layer may become.
+
+    Args:
+        candidates: Factorizations; None is the dense layer.
+        cost: Shape (n,), in units of the resource.
+        loss: Shape (n,), minus the logarithm of the energy kept: what is kept multiplies along a chain of layers, so
+            none is cut to nothing for the sake of the others.
+    """
+
+    candidates: list[Candidate | None]
+    cost: Tensor
+    loss: Tensor
+
+
+def frontier(table: RankTable, most: int = _ROWS) -> RankTable:
+    """The rows that no other row beats in both parameters and error, thinned evenly."""
+    order = table.parameters.argsort(stable=True)
+    table = table.where(order)
+    best = table.error.cummin(0).values
+    first = torch.cat((torch.ones(1, dtype=torch.bool), best[1:] < best[:-1]))
+    table = table.where(first)
+    kept = torch.linspace(0, len(table.error) - 1, min(most, len(table.error))).round().long().unique()
+    return table.where(kept)
+
+
+def options(layer: Layer, methods: Sequence[Method], resource: str, terms: Terms, multiple: int) -> Options:
+    """Every worthwhile factorization of a layer, and the layer itself."""
+    assert layer.geometry is not None
+    found: list[Candidate | None] = [None]
+    for method in methods:
+        table = frontier(method.table(layer.geometry, layer.weighted).rounded(multiple))
+        rows = (table.candidate(method, torch.tensor(row)) for row in range(len(table.error)))
+        found += [row for row in rows if row.parameters < layer.geometry.n_weights]
+    measure = RESOURCES[resource]
+    cost = torch.tensor([measure(layer, candidate, terms) for candidate in found], dtype=torch.float64)
+    lost = torch.tensor([candidate.error**2 if candidate else 0.0 for candidate in found], dtype=torch.float64)
+    loss = -torch.log1p(-lost.clamp_max(1 - 1e-9))
+    return Options(found, cost, loss)
+
+
+def spend(choices: Mapping[str, Options], budget: float) -> dict[str, Candidate | None]:
+    """Choose one option a layer: least total loss at a total cost within the budget.
+
+    Args:
+        choices: The options by layer name.
+        budget: In units of the resource.
+
+    Raises:
+        KeepDenseError: When even the cheapest options cost more.
+    """
+    cheapest = sum(float(o.cost.min()) for o in choices.values())
+    if cheapest > budget:
+        raise KeepDenseError(f"the cheapest ranks cost {cheapest:.4g}, the budget is {budget:.4g}")
+    low, high = -60.0, 60.0
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _total(choices, _pick(choices, middle)) <= budget else (middle, high)
+    rows = _pick(choices, high)
+    if _total(choices, rows) > budget:
+        rows = {name: int(o.cost.argmin()) for name, o in choices.items()}
+    rows = _spend_rest(choices, rows, budget - _total(choices, rows))
+    return {name: choices[name].candidates[row] for name, row in rows.items()}
+
+
+def _pick(choices: Mapping[str, Options], log_price: float) -> dict[str, int]:
+    scale = max(float(o.cost.max()) for o in choices.values())
+    price = math.exp(log_price) / max(scale, 1e-300)
+    return {name: int((o.loss + price * o.cost).argmin()) for name, o in choices.items()}
+
+
+def _total(choices: Mapping[str, Options], rows: Mapping[str, int]) -> float:
+    return sum(float(choices[name].cost[row]) for name, row in rows.items())
+
+
+def _spend_rest(choices: Mapping[str, Options], rows: dict[str, int], rest: float) -> dict[str, int]:
+    """Upgrade the layer that gains most per unit, again and again, until nothing fits."""
+    while True:
+        best: tuple[float, str, int] | None = None
+        for name, o in choices.items():
+            extra, gain = o.cost - o.cost[rows[name]], o.loss[rows[name]] - o.loss
+            worth = torch.where((extra <= rest) & (gain > 0), gain / extra.clamp_min(1e-12), -torch.inf)
+            row = int(worth.argmax())
+            if worth[row] > 0 and (best is None or float(worth[row]) > best[0]):
+                best = float(worth[row]), name, row
+        if best is None:
+            return rows
+        _, name, row = best
+        rest -= float(choices[name].cost[row] - choices[name].cost[rows[name]])
+        rows[name] = row

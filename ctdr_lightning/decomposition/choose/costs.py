@@ -1,0 +1,174 @@
+"""The memory truth of one layer: what factorizing it saves in state, adds in activations, and changes in time.
+
+Decomposition stores the activations between its small layers. Weights, gradients and optimizer state must shrink by
+more than that, at the layer's real input size, or the step's memory rises: early layers at high resolution often
+lose, late ones win.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.basics.units import format_bytes
+from ctdr_lightning.decomposition.choose.select import Layer
+from ctdr_lightning.decomposition.choose.stopwatch import Job, step_seconds
+from ctdr_lightning.decomposition.methods import Candidate, KeepDenseError
+from ctdr_lightning.decomposition.methods.base import StageCost
+from ctdr_lightning.decomposition.shapes.geometry import Geometry
+from ctdr_lightning.decomposition.shapes.layer_kinds import is_channels_last, weight_of
+
+if TYPE_CHECKING:
+    from ctdr_lightning.memory.recorder.op_seconds import DeviceModel
+
+OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "rmsprop": 1, "adam": 2, "adamw": 2}
+_TOLERANCE = 1.05
+_PASSES = 3
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the weighing takes for granted.
+
+    Args:
+        optimizer: Key of ``OPTIMIZER_STATES``: how many numbers it keeps a weight.
+        recompute: Whether the activations inside a factorized layer will be recomputed: they then cost time, not
+            memory.
+        measure: Whether a factorization must also run faster in a micro-benchmark.
+    """
+
+    optimizer: str = "adam"
+    recompute: bool = False
+    measure: bool = True
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZER_STATES:
+            names = ", ".join(OPTIMIZER_STATES)
+            raise ConfigError(f"optimizer={self.optimizer!r} is not known.", f"Valid names: {names}.")
+
+    def state_bytes(self, layer: Layer, n_weights: int) -> int:
+        """Bytes of weights, and where they train of gradients and optimizer state."""
+        weight = weight_of(layer.module)
+        copies = 2 + OPTIMIZER_STATES[self.optimizer] if weight.requires_grad else 1
+        return n_weights * weight.element_size() * copies
+
+
+@dataclass(frozen=True)
+class Weighing:
+    """One factorization at the layer's real input shapes, one step.
+
+    Args:
+        state_saved_bytes: Weights, gradients and optimizer state no longer needed.
+        activations_added_bytes: Stored between the small layers; 0 where they are recomputed.
+        flops_before: Operations of the forward, dense.
+        flops_after: The same, factorized.
+    """
+
+    state_saved_bytes: int
+    activations_added_bytes: int
+    flops_before: int
+    flops_after: int
+
+    @property
+    def net_bytes(self) -> int:
+        """Change of the memory of a step; negative is less."""
+        return self.activations_added_bytes - self.state_saved_bytes
+
+
+def samples(geometry: Geometry, shape: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    """Number of samples, and the sizes of one that count: spatial for convolutions, leading for the others."""
+    if not geometry.kernel:
+        return 1, tuple(shape if geometry.lookup else shape[:-1])
+    n_samples = shape[0] if len(shape) == geometry.n_axes + 2 else 1
+    return n_samples, tuple(shape[-geometry.n_axes :])
+
+
+def stage_costs(geometry: Geometry, candidate: Candidate | None, shape: Sequence[int]) -> list[StageCost]:
+    """Cost of each stage on a whole input; of the dense layer as one stage where there is no candidate."""
+    n_samples, axes = samples(geometry, shape)
+    if candidate is None:
+        outputs = geometry.out_size * math.prod(geometry.output_axes(axes))
+        each = [StageCost(geometry.flops(axes), outputs, geometry.n_weights)]
+    else:
+        each = candidate.method.costs(geometry, candidate.ranks, axes)
+    return [StageCost(cost.flops * n_samples, cost.outputs * n_samples, cost.weights) for cost in each]
+
+
+def weigh(layer: Layer, candidate: Candidate, terms: Terms) -> Weighing:
+    """Weigh one factorization at the shapes the layer was called with."""
+    assert layer.geometry is not None
+    n_before, n_after, n_stored = 0, 0, 0
+    for shape in layer.calls or ():
+        n_samples, axes = samples(layer.geometry, shape)
+        n_before += stage_costs(layer.geometry, None, shape)[0].flops
+        n_after += sum(stage.flops for stage in stage_costs(layer.geometry, candidate, shape))
+        n_stored += candidate.method.n_stored(layer.geometry, candidate.ranks, axes) * n_samples
+    weight = weight_of(layer.module)
+    stored = 0 if terms.recompute or not weight.requires_grad else n_stored * weight.element_size()
+    saved = terms.state_bytes(layer, layer.geometry.n_weights - candidate.parameters)
+    return Weighing(saved, stored, n_before, n_after)
+
+
+def check_pays(layer: Layer, candidate: Candidate, terms: Terms) -> None:
+    """Let a factorization through that saves memory and, where asked, time.
+
+    Raises:
+        KeepDenseError: Saying what it would cost.
+    """
+    if layer.calls is None:
+        return
+    if not layer.calls:
+        raise KeepDenseError("its forward is not called: the weight is read directly, or the layer is not used")
+    found = weigh(layer, candidate, terms)
+    if found.net_bytes > 0:
+        added, saved = format_bytes(found.activations_added_bytes), format_bytes(found.state_saved_bytes)
+        raise KeepDenseError(f"{candidate.method.name} would add {added} of activations and save {saved} of state")
+    if terms.measure:
+        _check_faster(layer, candidate, terms)
+
+
+def _check_faster(layer: Layer, candidate: Candidate, terms: Terms) -> None:
+    assert layer.geometry is not None
+    weight = weight_of(layer.module)
+    layout = is_channels_last(weight)
+    before_s = after_s = 0.0
+    for shape in layer.calls or ():
+        job = Job(layer.geometry, candidate.method.name, candidate.ranks, shape, weight.dtype, weight.device, layout)
+        dense_s, factorized_s = step_seconds(job)
+        before_s, after_s = before_s + dense_s, after_s + factorized_s
+    if terms.recompute:
+        after_s *= 1 + 1 / _PASSES
+    if after_s > _TOLERANCE * before_s:
+        raise KeepDenseError(
+            f"{candidate.method.name} runs {after_s / before_s:.2f} times as long as the dense layer here"
+        )
+
+
+def predicted_seconds(layer: Layer, candidate: Candidate | None) -> float:
+    """Forward and backward of one step on the layer's device by its roofline."""
+    assert layer.geometry is not None
+    weight = weight_of(layer.module)
+    device = _device(weight.device)
+    rate = device.flops16_per_s if weight.element_size() <= 2 else device.flops32_per_s
+    seconds = 0.0
+    for shape in layer.calls or ():
+        n_inputs = math.prod(shape)
+        for stage in stage_costs(layer.geometry, candidate, shape):
+            moved = (n_inputs + stage.outputs + stage.weights) * weight.element_size()
+            seconds += _PASSES * max(device.launch_s, stage.flops / rate, moved / device.bytes_per_s)
+            n_inputs = stage.outputs
+    return seconds
+
+
+def _device(device: torch.device) -> DeviceModel:
+    from ctdr_lightning.memory.recorder.op_seconds import DEVICES, device_model  # only predictions need the memory half
+
+    if device.type != "cuda":
+        return device_model()
+    found = torch.cuda.get_device_name(device).lower().replace(" ", "")
+    return device_model(next((name for name in DEVICES if name in found), "a100"))

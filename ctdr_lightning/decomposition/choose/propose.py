@@ -1,0 +1,222 @@
+"""Select, then rank: one decision a layer, nothing touched yet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.basics.parallel import each
+from ctdr_lightning.decomposition.choose import patterns
+from ctdr_lightning.decomposition.choose.allocate import RESOURCES, Options, options, spend
+from ctdr_lightning.decomposition.choose.costs import Terms, check_pays
+from ctdr_lightning.decomposition.choose.rank import RankLike, RankSpec, explicit, ranked
+from ctdr_lightning.decomposition.choose.select import Layer, check_finite, on_processor
+from ctdr_lightning.decomposition.methods import METHODS, Candidate, KeepDenseError, Method, method_for
+from ctdr_lightning.decomposition.shapes.geometry import Geometry
+
+Decision = Candidate | str
+MethodLike = str | Sequence[str]
+AUTO = ("tucker", "spatial", "svd")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the user asks for, read and checked.
+
+    Args:
+        specs: Rank by pattern.
+        methods: Method names by pattern.
+        allocate: Resource of which one share is spent over all layers; None gives every layer the same share.
+        multiple: What ranks are rounded to.
+        terms: What the weighing of memory and time takes for granted.
+        progress: Whether to show a progress bar.
+    """
+
+    specs: Mapping[str, RankSpec]
+    methods: Mapping[str, tuple[str, ...]]
+    allocate: str | None
+    multiple: int
+    terms: Terms
+    progress: bool = True
+
+    @classmethod
+    def read(
+        cls,
+        names: Sequence[str],
+        rank: RankLike | Mapping[str, RankLike],
+        method: MethodLike | Mapping[str, MethodLike],
+        allocate: str | None,
+        multiple: int,
+        terms: Terms,
+        progress: bool = True,
+    ) -> Wish:
+        """Read the arguments of `decompose`; ``names`` are the layers that patterns may mean.
+
+        Raises:
+            ConfigError: For a rank, method, resource, multiple or pattern that cannot be used.
+        """
+        if type(multiple) is not int or multiple < 1:
+            raise ConfigError(f"multiple={multiple!r} is not a whole number from 1.", "Write 8 for tensor cores.")
+        if allocate is not None:
+            RESOURCES[allocate]
+            if not isinstance(rank, float):
+                raise ConfigError(f"allocate takes one share for all layers, found rank={rank!r}.", "Write rank=0.25.")
+        return cls(_specs(rank, names), _methods(method, names), allocate, multiple, terms, progress)
+
+    def methods_for(self, layer: Layer) -> list[Method]:
+        """The methods that may be used on a layer, the natural one first."""
+        assert layer.geometry is not None
+        return candidates(patterns.lookup(self.methods, layer.name, "method") or ("auto",), layer.geometry)
+
+
+def propose(layers: Sequence[Layer], wish: Wish) -> dict[str, Decision]:
+    """Decide every layer: a candidate, or the reason why it stays dense.
+
+    Raises:
+        ConfigError: For patterns that conflict, ranks a layer does not have, a budget that cannot be met, and weights
+            that are not finite.
+    """
+    _check_reachable(layers, wish)
+    found = each(
+        lambda layer: _look(layer, wish), layers, "rank", progress=wish.progress, parallel=on_processor(layers)
+    )
+    pairs = list(zip(layers, found, strict=True))
+    decisions = {layer.name: _first_that_pays(layer, f, wish) for layer, f in pairs if not isinstance(f, Options)}
+    choices = {layer.name: f for layer, f in pairs if isinstance(f, Options)}
+    if choices:
+        decisions |= _allocate({layer.name: layer for layer in layers}, choices, wish)
+    return decisions
+
+
+def _specs(rank: RankLike | Mapping[str, RankLike], names: Sequence[str]) -> dict[str, RankSpec]:
+    given = rank if isinstance(rank, Mapping) else {"*": rank}
+    if not given:
+        raise ConfigError("rank is an empty mapping: no layer would be decomposed.", 'Write {"*": 0.5}.')
+    specs = {p: RankSpec.parse(r, f"rank[{p!r}]" if isinstance(rank, Mapping) else "rank") for p, r in given.items()}
+    patterns.check_used(specs, names, "rank")
+    return specs
+
+
+def _methods(method: MethodLike | Mapping[str, MethodLike], names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    given = method if isinstance(method, Mapping) else {"*": method}
+    if isinstance(method, Mapping):
+        patterns.check_used(given, names, "method")
+    wanted = {p: (value,) if isinstance(value, str) else value for p, value in given.items()}
+    named = [isinstance(v, Sequence) and v and all(isinstance(name, str) for name in v) for v in wanted.values()]
+    if not wanted or not all(named):
+        raise ConfigError(f"method={method!r} names no method.", f"Valid names: auto, {', '.join(METHODS)}.")
+    for name in (name for value in wanted.values() for name in value if name != "auto"):
+        METHODS[name]
+    return {pattern: tuple(value) for pattern, value in wanted.items()}
+
+
+def candidates(names: Sequence[str], geometry: Geometry) -> list[Method]:
+    """The methods that these names mean for such a layer, the natural one first."""
+    depthwise = geometry.group_shape[1] == 1 and geometry.groups > 1
+    wanted = [name for given in names for name in (AUTO if given == "auto" else (given,))]
+    if depthwise:  # only a split of the kernel is left, and that must be asked for: on trained nets it loses much
+        wanted = [name for name in names if name == "spatial"]
+    return list(dict.fromkeys(method_for(name, geometry) for name in wanted))
+
+
+def _check_reachable(layers: Sequence[Layer], wish: Wish) -> None:
+    """Refuse a whole number above every mode of every layer it is meant for: nothing would be decomposed."""
+    wanted = [(layer, patterns.lookup(wish.specs, layer.name, "rank")) for layer in layers if not layer.refusal]
+    for spec in {spec for _, spec in wanted if spec and spec.rule == "fixed" and not spec.ranks}:
+        meant = [layer for layer, own in wanted if own == spec]
+        most = max(
+            (max(m.max_ranks(g)) for x in meant if (g := x.geometry) for m in wish.methods_for(x)), default=spec.value
+        )
+        if spec.value > most:
+            raise ConfigError(
+                f"rank={int(spec.value)} is above the largest rank, {most:.0f}, of every layer it is for.",
+                "Lower it, or give a share such as 0.5.",
+            )
+
+
+def _open(layer: Layer, wish: Wish) -> RankSpec:
+    """The rank wished for a layer that may be decomposed.
+
+    Raises:
+        KeepDenseError: When it may not, or no rank is wished.
+    """
+    if layer.refusal:
+        raise KeepDenseError(layer.refusal)
+    spec = patterns.lookup(wish.specs, layer.name, "rank")
+    if spec is None:
+        raise KeepDenseError("no rank is given for it")
+    check_finite(layer)
+    if not wish.methods_for(layer):
+        raise KeepDenseError('depthwise: one channel a group leaves nothing to share (method="spatial" splits it)')
+    return spec
+
+
+def _look(layer: Layer, wish: Wish) -> list[Candidate] | Options | str:
+    """What the weights alone tell: candidates best first, options to spend a budget on, or a reason to stay dense."""
+    try:
+        spec = _open(layer, wish)
+        methods = wish.methods_for(layer)
+        assert layer.geometry is not None
+        if wish.allocate is not None:
+            return options(layer, methods, wish.allocate, wish.terms, wish.multiple)
+        if spec.ranks:
+            return [explicit(methods[0], layer.geometry, spec.ranks, f"rank of layer {layer.name!r}")]
+        return ranked(spec, methods, layer.geometry, layer.weighted, wish.multiple)
+    except KeepDenseError as reason:
+        return str(reason)
+
+
+def _first_that_pays(layer: Layer, found: list[Candidate] | str, wish: Wish) -> Decision:
+    if isinstance(found, str):
+        return found
+    reasons = []
+    for candidate in found:
+        try:
+            return _check(layer, candidate, wish.terms)
+        except KeepDenseError as reason:
+            reasons.append(str(reason))
+    return "; ".join(reasons)
+
+
+def _check(layer: Layer, candidate: Candidate, terms: Terms) -> Candidate:
+    assert layer.geometry is not None
+    if candidate.parameters >= layer.geometry.n_weights:
+        shown = f"{candidate.method.name} at rank {' x '.join(map(str, candidate.ranks))}"
+        raise KeepDenseError(f"{shown} would have {candidate.parameters:,} weights, dense {layer.geometry.n_weights:,}")
+    check_pays(layer, candidate, terms)
+    return candidate
+
+
+def _refusal(layer: Layer, candidate: Candidate, terms: Terms) -> str:
+    try:
+        check_pays(layer, candidate, terms)
+    except KeepDenseError as reason:
+        return str(reason)
+    return ""
+
+
+def _allocate(layers: Mapping[str, Layer], choices: Mapping[str, Options], wish: Wish) -> dict[str, Decision]:
+    """Spend the budget; where a layer's choice does not pay, that layer stays dense and the budget is spent anew."""
+    share = next(iter(wish.specs.values())).value
+    budget = share * sum(float(o.cost[0]) for o in choices.values())
+    left, refused = dict(choices), dict[str, str]()
+    while True:
+        try:
+            picked = spend(left, budget)
+        except KeepDenseError as reason:
+            held = (
+                f" {len(refused)} layers stay dense, {min(refused)!r} because it {refused[min(refused)]}."
+                if refused
+                else ""
+            )
+            raise ConfigError(
+                f"rank={share} of all {wish.allocate} cannot be met: {reason}.{held}",
+                "Raise rank, or let activations inside layers be recomputed: recompute=True.",
+            ) from None
+        found = {name: _refusal(layers[name], candidate, wish.terms) for name, candidate in picked.items() if candidate}
+        new = {name: reason for name, reason in found.items() if reason}
+        if not new:
+            return {name: c or refused.get(name, "the budget is spent better elsewhere") for name, c in picked.items()}
+        refused |= new
+        left |= {name: Options([None], choices[name].cost[:1], choices[name].loss[:1]) for name in new}

@@ -1,0 +1,1 @@
+"""Factorized layers, and how they take a dense layer's place."""

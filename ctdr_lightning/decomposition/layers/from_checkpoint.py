@@ -1,0 +1,180 @@
+"""Load a checkpoint of a factorized model: layers are rebuilt from the names and shapes in it, then weights load.
+
+Nothing but tensors and primitives is read (``weights_only=True``), so a hostile file cannot run code.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ctdr_lightning.basics.errors import CheckpointError
+from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer, factorized
+from ctdr_lightning.decomposition.layers.surgery import replace_everywhere, walk
+from ctdr_lightning.decomposition.methods import METHODS
+from ctdr_lightning.decomposition.shapes.geometry import Geometry
+from ctdr_lightning.decomposition.shapes.layer_kinds import KINDS, kind_of, weight_of
+
+_STAGE = re.compile(r"(?P<method>\w+)\.(?P<index>\d+)\.weight")
+
+
+def restore(model: nn.Module, checkpoint: str | Path | Mapping[str, Any], prefix: str = "") -> nn.Module:
+    """Give a dense model the factorized layers of a checkpoint, then load its weights.
+
+    Args:
+        model: The architecture that was decomposed, dense or factorized in any way.
+        checkpoint: A path, a Lightning checkpoint, or a state dict.
+        prefix: What the model's entries start with there: ``"net."`` where a LightningModule holds it as ``self.net``.
+
+    Returns:
+        The same model.
+
+    Raises:
+        CheckpointError: When the checkpoint cannot be read, is not one, or belongs to another architecture; the
+            model's weights are then as they were.
+
+    Example:
+        >>> from ctdr_lightning import decompose
+        >>> trained = nn.Sequential(nn.Linear(64, 64))
+        >>> _ = decompose(trained, rank=4)
+        >>> restore(nn.Sequential(nn.Linear(64, 64)), trained.state_dict())[0].ranks
+        (4,)
+    """
+    state = _state_dict(_read(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint)
+    if prefix:
+        state = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+    replaced = rebuild_from_state_dict(model, state)
+    problem = _mismatch(model, state)
+    if problem:
+        replace_everywhere(model, {new: old for old, new in replaced.items()})
+        raise CheckpointError(
+            f"checkpoint does not fit {type(model).__name__}: {problem}.",
+            _way_out(model, state),
+        )
+    model.load_state_dict(state)
+    return model
+
+
+def rebuild_from_state_dict(
+    module: nn.Module, state_dict: Mapping[str, Any], prefix: str = ""
+) -> dict[nn.Module, nn.Module]:
+    """Factorize those layers of a module that are factorized in a state dict; shapes only, nothing is loaded.
+
+    Made for ``register_load_state_dict_pre_hook``: layers are replaced before the module loads its children.
+
+    Args:
+        module: The module whose layers are looked at, in place.
+        state_dict: Names and tensors.
+        prefix: What the module's own names start with in ``state_dict`` (``"module."``).
+
+    Returns:
+        Each replaced layer and its new one.
+
+    Raises:
+        CheckpointError: When factors are there that fit no layer.
+    """
+    swaps: dict[nn.Module, nn.Module] = {}
+    for name, layer in walk(module):
+        geometry = layer.geometry if isinstance(layer, FactorizedLayer) else _geometry(layer)
+        found = _factors(state_dict, f"{prefix}{name}.") if geometry is not None else None
+        if geometry is None or found is None:
+            continue
+        method, shapes = found
+        if not (isinstance(layer, FactorizedLayer) and layer.method == method and _shapes(layer) == shapes):
+            swaps[layer] = _rebuild(name, layer, geometry, method, shapes)
+    replace_everywhere(module, swaps)
+    return swaps
+
+
+def _geometry(layer: nn.Module) -> Geometry | None:
+    kind = kind_of(layer)
+    return KINDS[kind].geometry(layer) if kind else None
+
+
+def _factors(state_dict: Mapping[str, Any], prefix: str) -> tuple[str, list[torch.Size]] | None:
+    """Method and stage shapes stored under a layer's name, or None where it is dense or absent."""
+    found = {}
+    for key, value in state_dict.items():
+        match = _STAGE.fullmatch(key.removeprefix(prefix)) if key.startswith(prefix) else None
+        if match and match["method"] in METHODS and isinstance(value, Tensor):
+            found[match["method"], int(match["index"])] = value.shape
+    if not found:
+        return None
+    return next(iter(found))[0], [found[key] for key in sorted(found)]
+
+
+def _shapes(layer: FactorizedLayer) -> list[torch.Size]:
+    return [weight_of(stage).shape for stage in layer.stages]
+
+
+def _rebuild(name: str, layer: nn.Module, geometry: Geometry, method: str, shapes: list[torch.Size]) -> FactorizedLayer:
+    dense = layer.to_dense() if isinstance(layer, FactorizedLayer) else layer
+    try:
+        ranks = METHODS[method].ranks_of(geometry, shapes)
+        if min(ranks) < 1 or not METHODS[method].supports(geometry):
+            raise ValueError(f"{method} of ranks {ranks}")
+        new = factorized(dense, geometry, method, ranks)
+    except (IndexError, ValueError, RuntimeError, ZeroDivisionError, TypeError) as error:
+        raise CheckpointError(_misfit(name, method, shapes), "Build the architecture that was saved.") from error
+    if _shapes(new) != shapes:
+        raise CheckpointError(_misfit(name, method, shapes), "Build the architecture that was saved.")
+    return new
+
+
+def _misfit(name: str, method: str, shapes: list[torch.Size]) -> str:
+    return f"checkpoint: {method} factors of shapes {[tuple(s) for s in shapes]} do not fit layer {name!r}"
+
+
+def _read(path: str | Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise CheckpointError(f"checkpoint {str(path)!r} does not exist.", "Check the path.") from None
+    except Exception as error:  # torch.load raises whatever the damaged bytes lead to
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"checkpoint {str(path)!r} cannot be read: {first}",
+            "It is truncated, corrupt, or holds more than tensors and primitives.",
+        ) from error
+
+
+def _state_dict(checkpoint: Any) -> Mapping[str, Tensor]:
+    state = checkpoint.get("state_dict", checkpoint) if isinstance(checkpoint, Mapping) else checkpoint
+    if not isinstance(state, Mapping) or not state or not all(isinstance(key, str) for key in state):
+        raise CheckpointError(
+            f"checkpoint holds {type(state).__name__}, not a state dict.",
+            "Save model.state_dict() or use Lightning's file.",
+        )
+    wrong = [key for key, value in state.items() if not isinstance(value, Tensor) and not key.endswith("_extra_state")]
+    if wrong:
+        raise CheckpointError(
+            f"checkpoint: entry {wrong[0]!r} is a {type(state[wrong[0]]).__name__}, not a tensor.",
+            "Save model.state_dict() or use Lightning's file.",
+        )
+    return state  # not copied: its _metadata tells modules the version they were saved with
+
+
+def _way_out(model: nn.Module, state: Mapping[str, Tensor]) -> str:
+    starts = {key.partition(".")[0] for key in state}
+    if len(starts) == 1 and (start := starts.pop()) not in dict(model.named_children()):
+        return f'All entries start with {start!r}: write restore(model, checkpoint, prefix="{start}.").'
+    return "Build the architecture that was saved; for a dense checkpoint, merge(model) first."
+
+
+def _mismatch(model: nn.Module, state: Mapping[str, Tensor]) -> str:
+    own = model.state_dict()
+    missing = [key for key in own if key not in state]
+    unexpected = [key for key in state if key not in own]
+    if missing or unexpected:
+        shown = [f"{len(keys)} {what} (first {keys[0]!r})" for keys, what in
+                 ((missing, "entries missing"), (unexpected, "entries too many")) if keys]  # fmt: skip
+        return ", ".join(shown)
+    for key, tensor in own.items():
+        if isinstance(tensor, Tensor) and tensor.shape != state[key].shape:
+            return f"{key!r} has shape {tuple(state[key].shape)}, the model {tuple(tensor.shape)}"
+    return ""

@@ -1,0 +1,134 @@
+"""What decomposition did to each layer: a table to read, a plan to store."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ctdr_lightning.basics.units import format_bytes
+
+PLAN_VERSION = 1
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer, before and after.
+
+    Args:
+        name: Dotted name in the model.
+        kind: Class of the dense layer.
+        method: Method name; None where the layer stays dense.
+        ranks: Ranks, input side first.
+        parameters_before: Weights and bias of the dense layer.
+        parameters_after: Weights and bias now.
+        flops_before: Operations of one sample's forward, dense.
+        flops_after: The same now.
+        relative_error: ``||W - W'|| / ||W||`` of the weight.
+        net_bytes: Change of a step's memory: activations added less weights, gradients and optimizer state saved; None
+            where the input's shape is not known.
+        decision: "factorized" or "dense".
+        reason: Why.
+    """
+
+    name: str
+    kind: str
+    method: str | None
+    ranks: tuple[int, ...]
+    parameters_before: int
+    parameters_after: int
+    flops_before: int
+    flops_after: int
+    relative_error: float
+    net_bytes: int | None
+    decision: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """Every layer that was looked at, and the totals.
+
+    Args:
+        layers: One row a layer, in the model's order.
+        parameters_before: All parameters of the model before.
+        parameters_after: All parameters of the model after.
+    """
+
+    layers: tuple[LayerReport, ...]
+    parameters_before: int
+    parameters_after: int
+
+    @property
+    def factorized(self) -> tuple[LayerReport, ...]:
+        """The rows of factorized layers."""
+        return tuple(row for row in self.layers if row.decision == "factorized")
+
+    @property
+    def compression(self) -> float:
+        """Parameters before, divided by parameters after."""
+        return self.parameters_before / max(self.parameters_after, 1)
+
+    @property
+    def flops_before(self) -> int:
+        """Operations of the listed layers before."""
+        return sum(row.flops_before for row in self.layers)
+
+    @property
+    def flops_after(self) -> int:
+        """Operations of the listed layers after."""
+        return sum(row.flops_after for row in self.layers)
+
+    def to_plan(self) -> dict[str, Any]:
+        """The decisions as JSON primitives, for ``decompose(model, plan=...)``."""
+        return {"version": PLAN_VERSION, "layers": {row.name: _plan_entry(row) for row in self.layers}}
+
+    def _memory(self) -> str:
+        known = [row.net_bytes for row in self.layers if row.net_bytes is not None]
+        return _signed_bytes(sum(known)) if known else ""
+
+    def __iter__(self) -> Iterator[LayerReport]:
+        return iter(self.layers)
+
+    def __str__(self) -> str:
+        head = ("layer", "kind", "method", "ranks", "parameters", "kept", "FLOPs", "error", "memory", "decision")
+        rows = [_cells(row) for row in self.layers]
+        total = f"{self.parameters_before:,} -> {self.parameters_after:,}"
+        rows.append(
+            ("whole model", "", "", "", total, f"{1 / self.compression:.1%}", _ratio(self), "", self._memory(), "")
+        )
+        return _table((head, *rows))
+
+
+def _plan_entry(row: LayerReport) -> dict[str, Any]:
+    entry: dict[str, Any] = {"decision": row.decision, "reason": row.reason}
+    if row.decision == "factorized":
+        entry |= {"method": row.method, "ranks": list(row.ranks)}
+    return entry
+
+
+def _ratio(row: LayerReport | Report) -> str:
+    return f"{row.flops_after / row.flops_before:.1%}" if row.flops_before else ""
+
+
+def _cells(row: LayerReport) -> tuple[str, ...]:
+    if row.decision != "factorized":
+        return row.name, row.kind, "", "", f"{row.parameters_before:,}", "", "", "", "", f"dense: {row.reason}"
+    error = "" if math.isnan(row.relative_error) else f"{row.relative_error:.4f}"
+    memory = "" if row.net_bytes is None else _signed_bytes(row.net_bytes)
+    ranks = " x ".join(map(str, row.ranks))
+    parameters = f"{row.parameters_before:,} -> {row.parameters_after:,}"
+    kept = f"{row.parameters_after / row.parameters_before:.1%}"
+    return row.name, row.kind, row.method or "", ranks, parameters, kept, _ratio(row), error, memory, row.reason
+
+
+def _signed_bytes(n_bytes: int) -> str:
+    return f"{'+' if n_bytes > 0 else '-'}{format_bytes(abs(n_bytes))}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    rule = "-" * min(max(map(len, lines)), 120)
+    return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])

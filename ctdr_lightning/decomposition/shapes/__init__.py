@@ -1,0 +1,1 @@
+"""What a dense layer is: its kind and its geometry."""

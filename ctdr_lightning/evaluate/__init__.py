@@ -1,0 +1,1 @@
+"""What a step really takes, measured."""

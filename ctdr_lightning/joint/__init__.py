@@ -1,0 +1,1 @@
+"""Ranks and recomputation chosen together: the only place that knows both halves."""

@@ -1,0 +1,1 @@
+"""What no plan beats: lower bounds of time and memory."""

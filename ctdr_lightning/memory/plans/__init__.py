@@ -1,0 +1,1 @@
+"""What will be done in a step, as data."""

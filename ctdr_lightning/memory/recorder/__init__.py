@@ -1,0 +1,1 @@
+"""A step written down: from tensors to a trace."""

@@ -1,0 +1,41 @@
+"""Steps without memory: a module's copy on fake tensors, to be recorded like a real one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from ctdr_lightning.memory.recorder.op_seconds import DeviceModel
+from ctdr_lightning.memory.recorder.recorder import record
+from ctdr_lightning.memory.traces.trace import Trace
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def record_fake(
+    module: M, inputs: Any, step: Callable[[M, Any], Tensor], *, device: DeviceModel | str | None = None
+) -> Trace:
+    """Record a step of a module without computing it and without its memory.
+
+    Args:
+        module: The module; it is copied, never touched.
+        inputs: Any nest of tensors that ``step`` needs; only shapes and dtypes matter.
+        step: From the module's copy and the fake inputs to a scalar loss.
+        device: Device whose speed the ops are given: a model, or a name from the table (``"h100"``); None is this
+            processor.
+
+    Returns:
+        The trace that a real step of these shapes would give, with modelled seconds.
+    """
+    mode = FakeTensorMode()
+    with FakeCopyMode(mode):
+        twin = copy.deepcopy(module)
+    fakes = tree_map_only(Tensor, mode.from_tensor, inputs)
+    with mode, torch.enable_grad():
+        return record(lambda: step(twin, fakes), device=device)

@@ -1,0 +1,195 @@
+"""Run one step and write down what it did: ``record(step) -> Trace``.
+
+Measured execution: the step runs as always while every op, storage, save and release is logged. With a budget an online
+policy evicts at the same time, so that even the first step cannot run out of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.memory.recorder.op_seconds import DeviceModel, device_model
+from ctdr_lightning.memory.recorder.step_log import LoggedHandle, StepLog
+from ctdr_lightning.memory.recorder.workspace import WorkspaceProbe
+from ctdr_lightning.memory.tape.clock import Clock, CpuClock, CudaClock, ModelClock
+from ctdr_lightning.memory.tape.module_paths import ModulePaths
+from ctdr_lightning.memory.tape.online import Evictor, Online
+from ctdr_lightning.memory.traces.trace import Trace
+from ctdr_lightning.memory.values.batchnorm_again import ShortcutTimes
+from ctdr_lightning.memory.values.op_traits import pin_reason_of_types
+from ctdr_lightning.memory.values.replay import materialize
+from ctdr_lightning.memory.values.tensors import tensors_in
+from ctdr_lightning.memory.values.value import Value
+from ctdr_lightning.memory.values.value_table import ValueTable
+
+HANDLINGS = (
+    8  # times the time to log an op is what one costs that is dropped: seen, captured, handed out and in, called
+)
+
+_in_backward = torch._C._current_graph_task_id
+
+
+class Recorder(TorchDispatchMode):
+    """Logs the step that runs inside it, forward and backward.
+
+    Args:
+        model: Device whose speed fake tensors are given; None means this machine's processor.
+        root: The module that the trace's module paths start from; None lets each step find its own.
+        evictor: Keeps the step under a budget meanwhile; None holds everything, as autograd does.
+    """
+
+    def __init__(
+        self, model: DeviceModel | None = None, evictor: Evictor | None = None, root: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        self.log = StepLog()
+        self._model = model
+        self.evictor = evictor
+        self._table = ValueTable()
+        self._online = Online(evictor, self._table) if evictor is not None else None
+        self._paths = ModulePaths(root)
+        self._clock: Clock | None = None
+        self._probe: WorkspaceProbe | None = None
+        self._shortcuts = ShortcutTimes()
+        self._device = "cpu"
+        self._active = False
+        self._logging_s: list[float] = []
+
+    def __enter__(self) -> Recorder:
+        self._active = True
+        self._paths.__enter__()
+        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+        self._hooks.__enter__()
+        if self.evictor is not None:
+            self.evictor.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        super().__exit__(kind, error, tb)
+        if self.evictor is not None:
+            self.evictor.__exit__(kind, error, tb)
+        self._hooks.__exit__(kind, error, tb)
+        self._paths.__exit__(kind, error, tb)
+        self._table.clear()
+        self._active = False
+        if kind is not None:
+            self.log.close()
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # questions such as a fake tensor's device: no op of the step
+            return func(*args, **kwargs)
+        backward = _in_backward() != -1
+        pin = pin_reason_of_types(tuple(types)) if types else ""
+        self.log.unit = self._table.unit = self._paths.unit
+        clock = self._clock or self._choose_clock((*args, *kwargs.values()))
+        self.log.tick += 1
+        inputs = self.log.reads(func, args, kwargs)
+        if self._probe is not None:
+            self._probe.note(self.log.n_ops, func, args)
+        if self._online is not None and not backward and not pin:
+            out, seconds, temp_bytes = self._online.call(func, self.log.tick, args, kwargs, clock)
+        else:
+            out, seconds, temp_bytes = clock.run(func, args, kwargs)
+        start = perf_counter()
+        self.log.ran(
+            func, args, kwargs, inputs, out,
+            seconds=seconds, temp_bytes=temp_bytes, module=self._paths.path, backward=backward, pin=pin,
+            rest_pin="" if backward else self._shortcuts.note(self.log.n_ops, func, args, out),
+            region=self._paths.entered,
+        )  # fmt: skip
+        if not backward:
+            self.log.n_training = self._paths.training
+            self._logging_s.append(perf_counter() - start)
+        if self.evictor is not None and backward:
+            self.evictor.ran(None, [], out, seconds)
+        return out
+
+    def _choose_clock(self, args: tuple[Any, ...]) -> Clock:
+        tensor = next(tensors_in(args), None)
+        if isinstance(tensor, FakeTensor):
+            self._device = tensor.fake_device.type
+            self._probe = WorkspaceProbe(fake=True) if self._device == "cpu" else None
+            self._clock = ModelClock((self._model or device_model()).seconds)
+        elif tensor is not None:
+            self._device = tensor.device.type
+            self._clock = CudaClock() if tensor.is_cuda else CpuClock()
+            self._probe = WorkspaceProbe() if self._device == "cpu" else None
+        return self._clock or CpuClock()
+
+    def _pack(self, tensor: Tensor) -> LoggedHandle:
+        value = self._online.pack(tensor) if self._online is not None else Value.holding(tensor)
+        return self.log.saved(value, tensor)
+
+    def _unpack(self, handle: LoggedHandle) -> Tensor:
+        if self._active:
+            self.log.unpacks(handle)
+        if self.evictor is None:
+            return materialize(handle.value)
+        tensor = self.evictor.fetch(handle.value)
+        if self._active:
+            self.log.returned(handle, tensor)
+        return tensor
+
+    def trace(self) -> Trace:
+        """The trace of what ran inside the block, once it is left."""
+        clock = self._clock or CpuClock()
+        temps = self._probe.measure() if self._probe is not None else {}
+        meta = {"torch": str(torch.__version__)}
+        if self._probe is not None and self._probe.failure:
+            meta["workspaces"] = f"not measured: {self._probe.failure}"
+        if self._paths.compiled:
+            self.log.forget_regions()
+        found = self.log.finish(self._device, meta, evicting=self.evictor is not None)
+        measured = isinstance(clock, CpuClock)
+        call_s = HANDLINGS * median(self._logging_s) if measured and self._logging_s else 0.0
+        again = self._shortcuts.shares() if measured else {}
+        return found.with_costs([clock.seconds(op.seconds) for op in found.ops], temps, call_s, again)
+
+
+def record(
+    step: Callable[[], Tensor], *, budget_bytes: int | None = None, device: DeviceModel | str | None = None
+) -> Trace:
+    """Run a step once, forward and backward, and write down what it did.
+
+    Works on real tensors and under ``FakeTensorMode``; there seconds come from a roofline model of ``device``, so that
+    a plan needs neither a GPU nor memory. Gradients accumulate and buffers update as in any step.
+
+    Args:
+        step: Runs the forward and returns a scalar loss.
+        budget_bytes: Evict online so that what the step allocates stays under this many bytes.
+        device: Device whose speed fake tensors are given: a model, or a name from the table (``"h100"``).
+
+    Returns:
+        The trace.
+
+    Raises:
+        ConfigError: When ``step`` returns no scalar tensor that requires grad.
+    """
+    model = device_model(device) if isinstance(device, str) else device
+    recorder = Recorder(model, Evictor(budget_bytes) if budget_bytes is not None else None)
+    with recorder:
+        loss = step()
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ConfigError(
+                f"step() must return a scalar loss that requires grad, found {found}.", "Return the loss."
+            )
+        loss.backward()
+        del loss
+    return recorder.trace()

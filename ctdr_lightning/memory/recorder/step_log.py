@@ -1,0 +1,298 @@
+"""The log of a step while it runs: from dispatched calls and object deaths to a :class:`Trace`.
+
+Every lifetime is observed, never guessed: a storage's frame end is the death of its last tensor object (handles hold
+detached aliases, so autograd's hold is not mixed in), a release is the death of the handle.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch._ops import OpOverload
+
+from ctdr_lightning.memory.traces.overwrites import pin_what_cannot_wait
+from ctdr_lightning.memory.traces.trace import OpRecord, Save, StorageRecord, Trace, ValueRecord
+from ctdr_lightning.memory.values.op_traits import overwritten, pin_reason_of_call, traits, without_running_stats
+from ctdr_lightning.memory.values.tensors import has_storage, storage_of, tensors_in
+from ctdr_lightning.memory.values.value import Handle, Value
+
+
+class _Storage:
+    __slots__ = ("backward", "born", "end", "external", "gone", "index", "live", "n_bytes", "ref", "value")
+
+    def __init__(self, index: int, n_bytes: int, born: int) -> None:
+        self.index, self.n_bytes, self.born = index, n_bytes, born
+        self.end = born
+        self.gone: int | None = None
+        self.live = 0
+        self.backward = False
+        self.value = -1
+        self.ref: Any = None
+
+
+class _Saved:
+    __slots__ = ("packed", "released", "unpacked", "value")
+
+    def __init__(self, value: int, packed: int) -> None:
+        self.value, self.packed = value, packed
+        self.unpacked: list[int] = []
+        self.released: int | None = None
+
+
+class _Watch(weakref.ref):
+    """A weak reference to a tensor or a storage that knows what dies with it."""
+
+    __slots__ = ("key", "storage")
+    key: int
+    storage: _Storage
+
+
+class LoggedHandle(Handle):
+    """A handle whose death is logged."""
+
+    __slots__ = ("log", "saved")
+
+    def __init__(self, value: Value, saved: _Saved, log: StepLog) -> None:
+        super().__init__(value)
+        self.saved, self.log = saved, log
+
+    def __del__(self) -> None:
+        self.saved.released = self.log.tick
+        super().__del__()
+
+
+class StepLog:
+    """Collects what a step does.
+
+    Attributes:
+        tick: The present time.
+        live_bytes: What the step has allocated and not freed.
+        unit: The FSDP unit whose forward runs; 0 outside of one.
+        n_training: How many forwards of modules in training mode had begun before the last op of the forward.
+    """
+
+    def __init__(self) -> None:
+        self.tick = self.n_training = -1
+        self.unit = 0
+        self.live_bytes = 0
+        self._ops: list[tuple[Any, ...]] = []
+        self._storages: list[_Storage] = []
+        self._by_data: dict[int, _Storage] = {}
+        self._tensors: dict[int, _Watch] = {}
+        self._replayed: dict[int, _Watch] = {}
+        self._on_death, self._on_free, self._on_replay_free = self._tensor_died, self._storage_died, self._replay_freed
+        self._values: list[tuple[int, int, tuple[int, ...], str, str]] = []
+        self._units: dict[int, int] = {}
+        self._lost: dict[int, int] = {}
+        self._saves: list[_Saved] = []
+        self._strided = True
+        self._sharded = False
+
+    def reads(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+        """Ids of the values that a call is about to read."""
+        if traits(func).batch_norm:
+            args = without_running_stats(func, args, kwargs)
+        if kwargs:
+            args = (*args, *kwargs.values())
+        tensors = list(tensors_in(args))
+        strided = [t for t in tensors if has_storage(t)]
+        self._strided = len(strided) == len(tensors)
+        return tuple(dict.fromkeys([self.value_of(t) for t in strided]))
+
+    def ran(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: tuple[int, ...],
+        out: Any,
+        *,
+        seconds: float,
+        temp_bytes: int,
+        module: str,
+        backward: bool,
+        pin: str = "",
+        rest_pin: str = "",
+        region: int = -1,
+    ) -> None:
+        """Enter a call that has run; ``pin``: why it may not run again, ``rest_pin``: why later outputs stay."""
+        outs = [o if isinstance(o, Tensor) else None for o in (out if type(out) in (tuple, list) else (out,))]
+        op = traits(func)
+        if op.special:
+            pin = pin or pin_reason_of_call(func, args, kwargs)
+        if not self._strided or any(o is not None and not has_storage(o) for o in outs):
+            pin = pin or "a layout without a storage"
+        self._sharded = self._sharded or self.unit != 0
+        if self._sharded and not backward:
+            self._pin_foreign(inputs)
+        for tensor in overwritten(func, args, kwargs) if op.writes else ():
+            if has_storage(tensor):
+                self._overwrite(tensor, pin or ("" if tensor is outs[0] else "written as a side effect"))
+        rest = pin or rest_pin
+        outputs = tuple([self._made(o, rest if i else pin, backward) for i, o in enumerate(outs)])
+        self._ops.append((op.name, self.tick, inputs, outputs, seconds, temp_bytes, module, backward, pin, region))
+
+    def saved(self, value: Value, tensor: Tensor) -> LoggedHandle:
+        """Autograd saves a tensor: the handle to give it."""
+        record = _Saved(self.value_of(tensor) if has_storage(tensor) else -1, self.tick)
+        if record.value >= 0:
+            self._pin_foreign((record.value,))
+            self._saves.append(record)
+        return LoggedHandle(value, record, self)
+
+    def unpacks(self, handle: LoggedHandle) -> None:
+        """Autograd asks for a saved value: a tick of its own."""
+        self.tick += 1
+        handle.saved.unpacked.append(self.tick)
+
+    def returned(self, handle: LoggedHandle, tensor: Tensor) -> None:
+        """A saved value came back, perhaps in another storage than it left in: its readers read the same value."""
+        data = storage_of(tensor)
+        if data is not None and data._cdata not in self._by_data:
+            original = self._storages[self._values[handle.saved.value][0]]
+            self._by_data[data._cdata] = original
+            self._replayed[data._cdata] = ref = _Watch(data, self._on_replay_free)
+            ref.key, ref.storage = data._cdata, original
+
+    def _replay_freed(self, ref: _Watch) -> None:
+        self._replayed.pop(ref.key, None)
+        self._by_data.pop(ref.key, None)
+
+    @property
+    def n_ops(self) -> int:
+        """How many ops were entered so far."""
+        return len(self._ops)
+
+    def value_of(self, tensor: Tensor) -> int:
+        """Id of the contents that a tensor's storage has now."""
+        storage = self._storage_of(tensor, born=-1)
+        return storage.value if storage.value >= 0 else self._new_value(storage, tensor, -1, "")
+
+    def _new_value(self, storage: _Storage, tensor: Tensor, op: int, pin: str) -> int:
+        storage.value = len(self._values)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self._values.append((storage.index, op, tuple(map(int, tensor.shape)), dtype, pin))
+        if op >= 0:
+            self._units[storage.value] = self.unit
+        return storage.value
+
+    def _pin_foreign(self, values: Iterable[int]) -> None:
+        """A unit's weights are gone outside of its own forward and backward, so what leaves or enters it must stay."""
+        for value in values:
+            if self._units.get(value, self.unit) != self.unit:
+                storage, op, shape, dtype, pin = self._values[value]
+                self._values[value] = (storage, op, shape, dtype, pin or "crosses an FSDP unit")
+
+    def _storage_of(self, tensor: Tensor, born: int) -> _Storage:
+        data = tensor.untyped_storage()
+        found = self._by_data.get(data._cdata)
+        if found is not None:
+            return found
+        storage = _Storage(len(self._storages), data.nbytes(), born)
+        self._storages.append(storage)
+        self._by_data[data._cdata] = storage
+        if born >= 0:
+            self.live_bytes += storage.n_bytes
+        storage.ref = ref = _Watch(data, self._on_free)
+        ref.key, ref.storage = data._cdata, storage
+        return storage
+
+    def _storage_died(self, ref: _Watch) -> None:
+        key, storage = ref.key, ref.storage
+        storage.gone = self.tick
+        if storage.born >= 0:
+            self.live_bytes -= storage.n_bytes
+        if self._by_data.get(key) is storage:
+            del self._by_data[key]
+
+    def _made(self, tensor: Tensor | None, pin: str, backward: bool) -> int:
+        if tensor is None or not has_storage(tensor):
+            return -1
+        storage = self._storage_of(tensor, born=self.tick)
+        if storage.born == self.tick:
+            storage.backward = backward
+        if storage.backward or not backward:  # the backward's views of an unpacked value are no hold of the program's
+            self._watch(tensor, storage)
+        return storage.value if storage.value >= 0 else self._new_value(storage, tensor, len(self._ops), pin)
+
+    def _overwrite(self, tensor: Tensor, pin: str) -> None:
+        storage = self._storage_of(tensor, born=-1)
+        old = self.value_of(tensor)
+        self._lost[old] = self.tick
+        if tensor.nbytes != storage.n_bytes:
+            pin = pin or "written in place through a view"
+        elif self._values[old][1] < 0 and storage.born < 0:
+            pin = pin or "written over a tensor from before the step"
+        elif self._values[old][4]:
+            pin = pin or f"written over a pinned value ({self._values[old][4]})"
+        self._new_value(storage, tensor, len(self._ops), pin)
+
+    def _watch(self, tensor: Tensor, storage: _Storage) -> None:
+        key = id(tensor)
+        known = self._tensors.get(key)
+        if known is None or known() is not tensor:
+            storage.live += 1
+            self._tensors[key] = ref = _Watch(tensor, self._on_death)
+            ref.key, ref.storage = key, storage
+
+    def _tensor_died(self, ref: _Watch) -> None:
+        ref.storage.live -= 1
+        ref.storage.end = self.tick
+        if self._tensors.get(ref.key) is ref:
+            del self._tensors[ref.key]
+
+    def forget_regions(self) -> None:
+        """Which module ran cannot be told, as some are compiled."""
+        self._ops = [(*op[:-1], -1) for op in self._ops]
+        self.n_training = -1
+
+    def close(self) -> None:
+        """Stop watching: without this the watchers would wait for the garbage collector."""
+        self._tensors.clear()
+        self._by_data.clear()
+        self._replayed.clear()
+        del self._on_death, self._on_free, self._on_replay_free  # bound methods: they would keep the log in a cycle
+        for storage in self._storages:
+            storage.ref = None
+
+    def finish(self, device: str, meta: dict[str, str], *, evicting: bool = False) -> Trace:
+        """The trace of everything logged so far.
+
+        Args:
+            device: Device type on which the step ran.
+            meta: Anything worth keeping with the trace.
+            evicting: Whether an online policy ran: its captured calls hold tensors too, which no step does.
+        """
+        n_ticks = self.tick + 1
+        saves: dict[int, list[Save]] = {}
+        for s in self._saves:
+            released = n_ticks - 1 if s.released is None else s.released
+            saves.setdefault(s.value, []).append(Save(s.packed, tuple(s.unpacked), released))
+        held: dict[int, int] = {}
+        for identity, entries in saves.items():
+            storage = self._values[identity][0]
+            held[storage] = max(held.get(storage, -1), max(s.released for s in entries))
+        storages = tuple(
+            StorageRecord(s.n_bytes, s.born, _frame_end(s, n_ticks if evicting else held.get(s.index, -1), n_ticks))
+            for s in self._storages
+        )
+        values = tuple(
+            ValueRecord(storage, op, shape, dtype, self._lost.get(i, n_ticks), tuple(saves.get(i, ())), pin)
+            for i, (storage, op, shape, dtype, pin) in enumerate(self._values)
+        )
+        resident = sum(s.n_bytes for s in self._storages if s.born < 0)
+        self.close()
+        ops = tuple(OpRecord(*op) for op in self._ops)
+        trace = Trace(ops, values, storages, n_ticks, device, resident, meta, self.n_training)
+        return pin_what_cannot_wait(trace)
+
+
+def _frame_end(storage: _Storage, held_until: int, n_ticks: int) -> int:
+    """Last tick at which the program itself held the storage."""
+    if storage.born < 0 or storage.live > 0:
+        return n_ticks
+    gone = n_ticks if storage.gone is None else storage.gone
+    return gone if gone > max(storage.end, held_until) else storage.end  # a holder that was not seen

@@ -1,0 +1,1 @@
+"""What policies share: chains, moves, local search."""

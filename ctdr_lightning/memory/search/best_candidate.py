@@ -1,0 +1,63 @@
+"""Among a policy's candidate plans, the one that the budget asks for; the simulator judges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ctdr_lightning.basics.errors import InfeasibleBudgetError
+from ctdr_lightning.basics.units import format_bytes
+from ctdr_lightning.memory.plans.plan import Actions
+from ctdr_lightning.memory.policies.registry import Budget
+from ctdr_lightning.memory.simulator.simulator import Simulator
+from ctdr_lightning.memory.traces.trace import Trace
+
+
+def choose(trace: Trace, candidates: Iterable[Actions], budget: Budget, policy: str, note: str = "") -> Actions:
+    """Simulate the candidates and take the best.
+
+    Args:
+        trace: The recorded step.
+        candidates: At least one set of actions; the first of equals wins.
+        budget: Of the candidates within its limits the fastest is taken where ``peak_bytes`` is limited, else the one
+            with the least peak.
+        policy: Name for the error.
+        note: What else the error should say.
+
+    Raises:
+        InfeasibleBudgetError: When no candidate fits.
+    """
+    best: tuple[float, float] | None = None
+    chosen: Actions = {}
+    least_peak = 0
+    for actions in candidates:
+        simulator = Simulator(trace, actions)
+        peak, seconds = simulator.peak_bytes, simulator.seconds
+        least_peak = min(least_peak or peak, peak)
+        if peak > _or_infinite(budget.peak_bytes) or seconds > _or_infinite(budget.seconds):
+            continue
+        score = (peak, seconds) if budget.peak_bytes is None else (seconds, peak)
+        if best is None or score < best:
+            best, chosen = score, actions
+    if best is None:
+        raise _infeasible(least_peak, budget, policy, note)
+    return chosen
+
+
+def _or_infinite(limit: float | None) -> float:
+    return float("inf") if limit is None else limit
+
+
+def _infeasible(least_peak_bytes: int, budget: Budget, policy: str, note: str) -> InfeasibleBudgetError:
+    if budget.peak_bytes is None:
+        return InfeasibleBudgetError(
+            f"No plan of policy {policy!r} takes at most {budget.seconds} s.",
+            "Allow more seconds.",
+            least_peak_bytes=least_peak_bytes,
+        )
+    least = format_bytes(least_peak_bytes)
+    return InfeasibleBudgetError(
+        f"No plan of policy {policy!r} fits the budget of {format_bytes(budget.peak_bytes)}; its least peak is "
+        f"{least}." + f" {note}" * bool(note),
+        f"Raise memory_budget to {least}, choose policy 'auto', or use a smaller batch, a lower rank, or offload.",
+        least_peak_bytes=least_peak_bytes,
+    )

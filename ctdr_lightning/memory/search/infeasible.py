@@ -1,0 +1,67 @@
+"""What to say when a budget cannot be met: the least peak, what sets it, and the nearest remedy."""
+
+from __future__ import annotations
+
+from ctdr_lightning.basics.errors import InfeasibleBudgetError
+from ctdr_lightning.basics.units import format_bytes, format_seconds
+from ctdr_lightning.memory.plans.plan import Plan
+from ctdr_lightning.memory.simulator.simulator import Simulator
+from ctdr_lightning.memory.simulator.timeline import Timeline
+from ctdr_lightning.memory.traces.trace import Trace
+
+_NEARLY = 1.1
+
+
+def infeasible(trace: Trace, best: Plan, budget_bytes: int, policy: str, least_bytes: int) -> InfeasibleBudgetError:
+    """The error for a budget that a policy cannot meet.
+
+    Args:
+        trace: The recorded step.
+        best: The plan that comes closest to the budget, of all policies.
+        budget_bytes: The budget.
+        policy: The policy that was asked.
+        least_bytes: The least peak that it finds.
+    """
+    timeline = Simulator(trace, best.actions).timeline()
+    fits = best.peak_bytes <= budget_bytes
+    least = f"its least peak is {format_bytes(least_bytes)}"
+    if policy != best.policy and not fits:
+        least += f", that of any policy is {format_bytes(best.peak_bytes)}"
+    return InfeasibleBudgetError(
+        f"No plan of policy {policy!r} fits the budget of {format_bytes(budget_bytes)}: {least}, set by "
+        f"{culprit(timeline)}.",
+        f"Policy {best.policy!r} fits it, with a step of {format_seconds(best.seconds)}."
+        if fits
+        else nearest_remedy(timeline, best.peak_bytes, budget_bytes),
+        least_peak_bytes=least_bytes,
+    )
+
+
+def nearest_remedy(timeline: Timeline, least_bytes: int, budget_bytes: int) -> str:
+    """What to change, the smallest change first.
+
+    Args:
+        timeline: Of the plan with the least peak.
+        least_bytes: That peak, with what is in memory besides the step.
+        budget_bytes: The budget.
+    """
+    at_end = int(timeline.bytes_at[-1]) if len(timeline.bytes_at) else 0
+    fixed = at_end + least_bytes - timeline.peak_bytes
+    higher = f"raise memory_budget to {format_bytes(least_bytes)}"
+    if budget_bytes <= fixed:
+        return (
+            f"Weights, gradients and optimizer state alone take {format_bytes(fixed)}: use a lower rank, or {higher}."
+        )
+    share = (budget_bytes - fixed) / max(least_bytes - fixed, 1)
+    smaller = f"use a batch about {share:.0%} as large, a lower rank, or offload"
+    first, second = (higher, smaller) if least_bytes <= _NEARLY * budget_bytes else (smaller, higher)
+    return f"{first[0].upper()}{first[1:]}; or {second}."
+
+
+def culprit(timeline: Timeline) -> str:
+    """The largest tensor alive at the peak, in words."""
+    alive = timeline.alive_at_peak()
+    if not alive:
+        return f"weights and inputs of {format_bytes(timeline.trace.resident_bytes)}"
+    module, op, n_bytes = alive[0]
+    return f"{module} ({op}, {format_bytes(n_bytes)})"

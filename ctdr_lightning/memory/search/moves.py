@@ -1,0 +1,130 @@
+"""The single changes that a search can make to a plan, and what each of them would do, kept up to date.
+
+A move gives one value another action. What it does (seconds, and how many bytes more or less are live when) is
+simulated once and remembered until a move nearby is made. So each step of a search can weigh all moves at once, in a
+few array operations, and simulates only the best of them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from ctdr_lightning.memory.plans.plan import Action, Actions
+from ctdr_lightning.memory.search.frontier import CHOICES
+from ctdr_lightning.memory.simulator.simulator import Simulator, Trial
+
+N_SEGMENTS = 12
+N_NEAR = 12
+NEGLIGIBLE_SHARE = 0.005
+_KEEP, _EACH = 0, 2
+
+
+class Moves:
+    """A plan under change.
+
+    Args:
+        simulator: The plan to change; it is changed along.
+
+    Attributes:
+        items: The values that have moves, in the order in which they are made. What is so small that all of it together
+            hardly counts has none, and keeps its default.
+        default: For each item the index of its action in ``CHOICES`` where nothing is said: saved values are kept.
+        state: For each item the index of its present action in ``CHOICES``.
+        seconds: For each move by how much it prolongs the step; move ``3 * i + c`` gives item ``i`` choice ``c``.
+        usable: For each move whether it would change anything.
+    """
+
+    def __init__(self, simulator: Simulator) -> None:
+        self.simulator = simulator
+        trace = simulator.trace
+        values = sorted(trace.droppable)
+        least = NEGLIGIBLE_SHARE * (simulator.peak_bytes - trace.resident_bytes) / max(len(values), 1)
+        self.items = [v for v in values if trace.value_bytes(v) >= least]
+        self.default = bytes(_KEEP if trace.values[v].saves else _EACH for v in self.items)
+        self.state = bytearray(self.default)
+        self._index = {value: i for i, value in enumerate(self.items)}
+        self._can_hold = [bool(trace.values[v].saves) or trace.values[v].lost >= trace.n_ticks for v in self.items]
+        n_moves = len(CHOICES) * len(self.items)
+        self.seconds = np.zeros(n_moves)
+        self.usable = np.zeros(n_moves, dtype=bool)
+        self._first = np.zeros((n_moves, N_SEGMENTS), dtype=np.int64)
+        self._end = np.zeros((n_moves, N_SEGMENTS), dtype=np.int64)
+        self._level = np.zeros((n_moves, N_SEGMENTS), dtype=np.int64)
+        self._refresh(range(len(self.items)))
+
+    def weigh(self, where: np.ndarray) -> np.ndarray:
+        """For each move the bytes that it adds, summed over some of the ticks.
+
+        Args:
+            where: Which ticks count, as booleans; shape ``(n_ticks,)``.
+        """
+        counts = np.zeros(len(where) + 1, dtype=np.int64)
+        np.cumsum(where, out=counts[1:])
+        return ((counts[self._end] - counts[self._first]) * self._level).sum(axis=1)
+
+    def look(self, move: int) -> Trial:
+        """Simulate a move again."""
+        item, choice = divmod(move, len(CHOICES))
+        trial = self.simulator.trial({self.items[item]: CHOICES[choice]})
+        segments = trial.segments
+        if len(segments) > N_SEGMENTS:
+            segments = sorted(segments, key=lambda s: -abs(s[2]) * (s[1] - s[0]))[:N_SEGMENTS]
+        self.seconds[move] = trial.seconds
+        self.usable[move] = bool(segments)
+        self._level[move] = 0
+        for k, (first, end, level) in enumerate(segments):
+            self._first[move, k], self._end[move, k], self._level[move, k] = first, end, level
+        return trial
+
+    def make(self, move: int) -> list[int]:
+        """Make a move. Returns the items whose moves were simulated again: those that share an op call with it."""
+        item, choice = divmod(move, len(CHOICES))
+        self.simulator.change({self.items[item]: CHOICES[choice]})
+        self.state[item] = choice
+        near = self._near([item])
+        self._refresh(near)
+        return near
+
+    def load(self, state: bytes) -> None:
+        """Go to another plan."""
+        changed = [i for i, choice in enumerate(state) if choice != self.state[i]]
+        self.simulator.change({self.items[i]: CHOICES[state[i]] for i in changed})
+        self.state[:] = state
+        self._refresh(self._near(changed))
+
+    def state_of(self, actions: Actions) -> bytes:
+        """A plan's state; what it says of values without moves is left out."""
+        return bytes(self._choice(i, actions.get(v)) for i, v in enumerate(self.items))
+
+    def _choice(self, item: int, action: Action | None) -> int:
+        wanted = CHOICES.index(action) if action in CHOICES else -1
+        return wanted if wanted >= 0 and self.allows(item, wanted) else self.default[item]
+
+    def allows(self, item: int, choice: int) -> bool:
+        """Whether an item can be given an action: what is overwritten later cannot be held."""
+        return choice != _KEEP or self._can_hold[item]
+
+    def of(self, items: Iterable[int]) -> list[int]:
+        """The moves of some items."""
+        return [len(CHOICES) * i + choice for i in items for choice in range(len(CHOICES))]
+
+    def _refresh(self, items: Iterable[int]) -> None:
+        for move in self.of(items):
+            item, choice = divmod(move, len(CHOICES))
+            if choice == self.state[item] or not self.allows(item, choice):
+                self.usable[move] = False
+            else:
+                self.look(move)
+
+    def _near(self, items: Iterable[int]) -> list[int]:
+        """Items that share an op call or a neighbour with one of these; of many the closest in time."""
+        near = self.simulator.layout.near
+        found: set[int] = set()
+        for item in items:
+            value = self.items[item]
+            reached = {value, *near[value]}.union(*(near[v] for v in near[value]))
+            around = [self._index[v] for v in reached if v in self._index]
+            found.update(sorted(around, key=lambda i: (abs(i - item), i))[:N_NEAR])
+        return sorted(found)

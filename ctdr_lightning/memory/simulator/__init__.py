@@ -1,0 +1,1 @@
+"""Trace and actions to a timeline: the referee between policies."""

@@ -1,0 +1,269 @@
+"""The tape: carries out a plan in eager PyTorch, one tensor at a time.
+
+During the forward a dispatch mode sees every aten op below autograd and autocast. Where the plan says so it captures
+the call, and autograd saves a handle that can run it again instead of the tensor. Where the step differs from the plan
+(another op, another shape) the tape goes on without it: everything later is held, and ``diverged`` says where. Results
+never depend on the plan, only memory and time do.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+
+from ctdr_lightning.basics.remembered import Remembered
+from ctdr_lightning.memory.plans.plan import Plan, ScriptLine
+from ctdr_lightning.memory.tape.clock import CpuClock
+from ctdr_lightning.memory.tape.collector_pause import CollectorPause
+from ctdr_lightning.memory.tape.module_paths import ModulePaths
+from ctdr_lightning.memory.tape.online import Evictor, Online
+from ctdr_lightning.memory.tape.sleeper import Sleeper
+from ctdr_lightning.memory.values.batchnorm_again import has_shortcut, take_shortcut
+from ctdr_lightning.memory.values.op_traits import pin_reason_of_types, traits
+from ctdr_lightning.memory.values.replay import hold_for_views, unpack
+from ctdr_lightning.memory.values.value import Handle, Held
+from ctdr_lightning.memory.values.value_table import ValueTable
+
+_CLOCK = CpuClock()
+_DETACH = torch.ops.aten.detach.default
+_DETACH_NAME = str(_DETACH)
+_in_backward = torch._C._current_graph_task_id
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+class _Line:
+    """One script line, with the op itself once it was seen, and whether the op needs nothing of the tape."""
+
+    __slots__ = ("func", "name", "normalises", "plain", "replay", "saves", "shape", "stays", "writes")
+
+    def __init__(self, line: ScriptLine) -> None:
+        self.name, self.shape, self.replay, self.saves = line.op, line.shape, line.replay, line.saves
+        self.stays = [(stay == "awaited", stay == "needed", stay == "kept") for stay in line.stays]
+        if set(line.stays) == {"awaited"}:  # what values do by themselves
+            self.stays = []
+        self.func: OpOverload | None = None
+        self.plain = self.writes = self.normalises = False
+
+    def learn(self, func: OpOverload) -> None:
+        """The op behind the name."""
+        op = traits(func)
+        self.func, self.writes = func, bool(op.writes)
+        self.normalises = op.batch_norm and all(kept for _, _, kept in self.stays[1:])
+        self.plain = not self.replay and not self.writes
+
+
+_LINES: Remembered[list[_Line]] = Remembered()
+
+
+class _Listener:
+    """Our saved-tensor hooks, on top of the stack only while autograd saves something that the plan drops.
+
+    What it saves meanwhile it holds as always, which costs nothing. Hooks of the program's own come first: while they
+    are on the stack nothing is changed.
+    """
+
+    def __init__(self, hooks: saved_tensors_hooks) -> None:
+        self._hooks = hooks
+        self._below = _top_hooks(True)
+        self._mine = (hooks.pack_hook, hooks.unpack_hook)
+        self.on = False
+
+    def turn(self, on: bool) -> None:
+        """Put the hooks on the stack, or take them off, unless others are above."""
+        if _top_hooks(True) != (self._mine if self.on else self._below):
+            return
+        if on:
+            self._hooks.__enter__()
+        else:
+            self._hooks.__exit__()
+        self.on = on
+
+
+class Tape(TorchDispatchMode):
+    """Carry out a plan around the forward of a step; the backward may run inside or after the ``with`` block.
+
+    A plan that keeps everything installs nothing.
+
+    Args:
+        plan: What to drop, made for this step by ``plan(record(step), ...)``.
+        evictor: Keeps a step that differs from the plan under a budget; without one, what is not planned is held.
+
+    Attributes:
+        diverged: Where the step differed from the plan, in words; empty where it did not.
+
+    Example:
+        >>> from ctdr_lightning.memory import Tape, plan, record
+        >>> net, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), torch.ones(2, 4)
+        >>> p = plan(record(lambda: net(x).sum()), policy="sqrt")
+        >>> with Tape(p):
+        ...     loss = net(x).sum()
+        >>> loss.backward()
+    """
+
+    def __init__(self, plan: Plan, evictor: Evictor | None = None) -> None:
+        super().__init__()
+        self.plan = plan
+        self.evictor = evictor
+        self.diverged = ""
+        self._lines = _LINES.get(plan, "lines", lambda: [_Line(line) for line in plan.script])
+        self._length = len(self._lines)
+        self._table = ValueTable()
+        self._online = Online(evictor, self._table) if evictor is not None else None
+        self._paths = ModulePaths()
+        self._pause = CollectorPause()
+        self._index = 0
+        self._counting: Evictor | None = None
+        self._listener: _Listener | None = None
+        self._sleeper: Sleeper | None = None
+
+    def __enter__(self) -> Tape:
+        self._index, self.diverged = 0, ""
+        if not self.plan.keeps_all:
+            self._listener = _Listener(
+                saved_tensors_hooks(self._pack, unpack if self.evictor is None else self._unpack_online)
+            )
+            if self.evictor is not None:
+                self.evictor.__enter__()
+                self._paths.__enter__()
+                self._counting = self.evictor if self.evictor.counts else None
+            if self.plan.regions.worthwhile and self._counting is None:
+                self._sleeper = Sleeper(self.plan.regions, self._switch, self._wake, self._listen)
+            super().__enter__()
+            if self._sleeper is not None:
+                self._sleeper.attach(self)
+            self._pause.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._listener is None:
+            return
+        self._pause.__exit__(kind, error, tb)
+        sleeper, self._sleeper = self._sleeper, None
+        if sleeper is not None:
+            sleeper.detach()
+        if sleeper is not None and not sleeper.awake:
+            self._switch(True)
+        super().__exit__(kind, error, tb)
+        if self.evictor is not None:
+            self._paths.__exit__(kind, error, tb)
+            self.evictor.__exit__(kind, error, tb)
+        if self._listener.on:
+            self._listener.turn(False)
+        self._listener = None
+        self._table.clear()
+        if kind is None and not self.diverged:
+            self.diverged = sleeper.difference() if sleeper is not None else ""
+            if not self.diverged and any(line.replay for line in self._lines[self._index :]):
+                self.diverged = f"the step ended after op {self._index}, the plan expects {len(self._lines)}"
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if kwargs is None:
+            kwargs = {}
+        if _in_backward() != -1:
+            return func(*args, **kwargs)
+        index = self._index
+        if func is _DETACH and self._saves_by_itself(index):
+            return func(*args, **kwargs)
+        self._index = index + 1
+        line = self._lines[index] if index < self._length else None
+        if line is None or line.func is not func or self.diverged:
+            if self.diverged or not self._expected(func, line, index):
+                return self._differing(func, index, types, args, kwargs)
+            assert line is not None
+        self._listen(line.saves)
+        out = func(*args, **kwargs) if line.plain else self._planned(line, index, args, kwargs)
+        if self._counting is not None:
+            self._counting.track(out)
+        return out
+
+    def _switch(self, on: bool) -> None:
+        """Leave the stack or come back, for less than leaving the block and entering it again takes."""
+        if on:
+            _push_mode(self)
+        else:
+            _pop_mode()
+
+    def _wake(self, index: int) -> None:
+        self._index = index
+
+    def _listen(self, on: bool) -> None:
+        if self._listener is not None and self._listener.on is not on:
+            self._listener.turn(on)
+
+    def _differing(
+        self, func: OpOverload, index: int, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """An op that the plan knows nothing of: evictable where there is a budget, else held."""
+        online = self._online
+        self._listen(online is not None)
+        if online is None or (types and pin_reason_of_types(tuple(types))):
+            return self._unplanned(func, args, kwargs)
+        self._table.unit = self._paths.unit
+        return online.call(func, index, args, kwargs, _CLOCK)[0]
+
+    def _saves_by_itself(self, index: int) -> bool:
+        """Whether a detach is autograd's own, which saves an output while we do not listen."""
+        expected = index < len(self._lines) and self._lines[index].name == _DETACH_NAME
+        return not expected and not (self._listener is not None and self._listener.on)
+
+    def _planned(self, line: _Line, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        func, table = line.func, self._table
+        assert func is not None
+        node = table.capture(func, index, args, kwargs) if line.replay else None
+        if node is None:
+            return self._unplanned(func, args, kwargs)
+        if line.writes:
+            table.overwrites(func, args, kwargs)
+        out = func(*args, **kwargs)
+        values = table.bind(node, out)
+        if line.normalises and has_shortcut(func, args, out):
+            take_shortcut(node, values, out)
+        for value, (cache, hold, kept) in zip(values, line.stays, strict=False):
+            if value is not None:
+                value.cache, value.hold = cache, hold
+                if kept and value.node is not None:
+                    table.hold(value)
+        first = out[0] if type(out) in (tuple, list) else out
+        if line.shape and first.shape != line.shape:
+            self._diverge(f"op {index} ({line.name}) made {tuple(first.shape)}, the plan expects {line.shape}")
+        return out
+
+    def _expected(self, func: OpOverload, line: _Line | None, index: int) -> bool:
+        found = traits(func).name
+        if line is not None and line.name == found:
+            line.learn(func)
+            return True
+        self._diverge(f"op {index} is {found}, the plan expects {'the end' if line is None else line.name}")
+        return False
+
+    def _diverge(self, where: str) -> None:
+        self.diverged = where
+        if self._sleeper is not None:
+            self._sleeper.stays_awake = True
+
+    def _unplanned(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if traits(func).writes:
+            self._table.overwrites(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _unpack_online(self, handle: Handle | Held) -> Tensor:
+        assert self.evictor is not None
+        return self.evictor.fetch(handle.value) if self.diverged and type(handle) is Handle else unpack(handle)
+
+    def _pack(self, tensor: Tensor) -> Handle | Held:
+        if self.diverged and self._online is not None:
+            return Handle(self._online.pack(tensor))
+        value = self._table.known(tensor)
+        if value is None:
+            return Held(tensor)
+        if value.node is not None and value.node.view:
+            hold_for_views(value)
+        return Handle(value)

@@ -1,0 +1,266 @@
+"""What one step did, as plain data: ops, values, storages, saves.
+
+Written by ``record``, read by policies and ``simulate``. Time is counted in *ticks*: every op and every unpack of a
+saved value is one tick, in the order in which they ran. A storage that is born at tick ``a`` and ends at tick ``b`` is
+live during every tick from ``a`` to ``b`` inclusive.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from ctdr_lightning.basics.documents import parse_document, read_record
+from ctdr_lightning.basics.errors import CheckpointError
+from ctdr_lightning.basics.files import write_text
+
+TRACE_VERSION = 2
+MAX_BYTES = 2**48
+
+
+@dataclass(frozen=True, slots=True)
+class OpRecord:
+    """One aten op.
+
+    Attributes:
+        name: Full name, such as ``"aten.relu.default"``.
+        tick: When it ran.
+        inputs: Ids of the values it read.
+        outputs: Id of the value behind each output; -1 for an output that is no tensor. A view's output is its base's
+            value.
+        seconds: How long it took.
+        temp_bytes: Workspace that it allocated and freed again.
+        module: Path of the module in whose forward it ran; empty outside of one.
+        backward: Whether autograd's backward ran it.
+        pin: Why it may not be run again, or the empty string.
+        region: How many forwards of modules had begun before it; -1 where that is not known.
+        again: Share of its time that running it once more takes; below 1 where there is a shortcut.
+    """
+
+    name: str
+    tick: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    seconds: float
+    temp_bytes: int
+    module: str
+    backward: bool
+    pin: str
+    region: int = -1
+    again: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """One handle that autograd held on a value.
+
+    Attributes:
+        packed: Tick after which autograd saved the value.
+        unpacked: Ticks at which the backward asked for it.
+        released: Last tick at which autograd held it.
+    """
+
+    packed: int
+    unpacked: tuple[int, ...]
+    released: int
+
+
+@dataclass(frozen=True, slots=True)
+class ValueRecord:
+    """The contents of one storage between two writes to it.
+
+    Attributes:
+        storage: Index of the storage.
+        op: Index of the op that wrote it; -1 for a tensor from before the step.
+        shape: Shape of the tensor that was written.
+        dtype: Its dtype, such as ``"float32"``.
+        lost: Tick at which the storage was overwritten; the trace's length where it never was.
+        saves: What autograd held of it.
+        pin: Why it may not be recomputed, or the empty string.
+    """
+
+    storage: int
+    op: int
+    shape: tuple[int, ...]
+    dtype: str
+    lost: int
+    saves: tuple[Save, ...]
+    pin: str
+
+
+@dataclass(frozen=True, slots=True)
+class StorageRecord:
+    """One allocation.
+
+    Attributes:
+        n_bytes: Its size.
+        born: Tick of the op that made it; -1 for one from before the step.
+        end: Last tick at which anything but autograd's handles held it.
+    """
+
+    n_bytes: int
+    born: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one step computed.
+
+    Attributes:
+        ops: Every aten op of forward and backward, in order.
+        values: Every tensor contents that the ops read or wrote.
+        storages: Every allocation that the step touched.
+        n_ticks: Length of the time axis.
+        device: Device type on which the step ran.
+        resident_bytes: Bytes of storages from before the step (weights, inputs), which the peak includes.
+        meta: Anything worth keeping with the trace.
+        n_training: How many forwards of modules in training mode begin before the last op of the forward; -1 where
+            that is not known.
+        call_s: Seconds that Python takes for each op that is dropped and run again (to see it, capture it, hand its
+            handles in and out, call it); 0 where kernels run on their own time, on a GPU.
+    """
+
+    ops: tuple[OpRecord, ...]
+    values: tuple[ValueRecord, ...]
+    storages: tuple[StorageRecord, ...]
+    n_ticks: int
+    device: str = "cpu"
+    resident_bytes: int = 0
+    meta: dict[str, str] = field(default_factory=dict)
+    n_training: int = -1
+    call_s: float = 0.0
+
+    @cached_property
+    def saved(self) -> tuple[int, ...]:
+        """Ids of the values that autograd saved and that the step itself made."""
+        return tuple(i for i, v in enumerate(self.values) if v.saves and v.op >= 0)
+
+    @cached_property
+    def droppable(self) -> frozenset[int]:
+        """Ids of the values made in the forward that may be recomputed."""
+        return frozenset(
+            i for i, v in enumerate(self.values) if v.op >= 0 and not v.pin and not self.ops[v.op].backward
+        )
+
+    @cached_property
+    def fleeting(self) -> frozenset[int]:
+        """Ids of the values that are written over and that autograd did not save: they cannot be held."""
+        return frozenset(i for i, v in enumerate(self.values) if v.lost < self.n_ticks and not v.saves)
+
+    @cached_property
+    def forward_ops(self) -> tuple[int, ...]:
+        """Indices of the forward's ops: what a guided tape sees, in order."""
+        return tuple(i for i, op in enumerate(self.ops) if not op.backward)
+
+    @property
+    def seconds(self) -> float:
+        """Time of the plain step: the sum over its ops."""
+        return sum(op.seconds for op in self.ops)
+
+    def replay_seconds(self, op: int) -> float:
+        """What it takes to run an op once more: its own time, or its shortcut's, and Python's."""
+        record = self.ops[op]
+        return record.seconds * record.again + self.call_s
+
+    def value_bytes(self, value: int) -> int:
+        """Size of the allocation behind a value."""
+        return self.storages[self.values[value].storage].n_bytes
+
+    def module_of(self, value: int) -> str:
+        """Path of the module that made a value; ``"input"`` for one from before the step."""
+        op = self.values[value].op
+        return "input" if op < 0 else self.ops[op].module or "step"
+
+    def with_costs(
+        self,
+        seconds: Sequence[float],
+        temp_bytes: Mapping[int, int],
+        call_s: float = 0.0,
+        again: Mapping[int, float] | None = None,
+    ) -> Trace:
+        """The same trace with other op times, one for each op, and workspaces and shortcuts, by op index if others."""
+        shares = again or {}
+        ops = (
+            replace(op, seconds=s, temp_bytes=temp_bytes.get(i, op.temp_bytes), again=shares.get(i, op.again))
+            for i, (op, s) in enumerate(zip(self.ops, seconds, strict=True))
+        )
+        return replace(self, ops=tuple(ops), call_s=call_s)
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Write the trace as versioned JSON; returns the text.
+
+        Args:
+            path: File to write; it is complete or absent, never half-written.
+        """
+        data: dict[str, Any] = {"version": TRACE_VERSION, "kind": "trace"}
+        for f in fields(self):
+            item = getattr(self, f.name)
+            data[f.name] = [list(_row(x)) for x in item] if isinstance(item, tuple) else item
+        text = json.dumps(data)
+        if path is not None:
+            write_text(path, text)
+        return text
+
+    @classmethod
+    def from_json(cls, source: str | Path) -> Trace:
+        """Read a trace from JSON text or a file.
+
+        Raises:
+            CheckpointError: When the text is no trace of this version.
+        """
+        data = parse_document(source, "trace", TRACE_VERSION)
+        try:
+            trace = cls(
+                ops=tuple(read_record(OpRecord, row) for row in data["ops"]),
+                values=tuple(read_record(ValueRecord, row) for row in data["values"]),
+                storages=tuple(read_record(StorageRecord, row) for row in data["storages"]),
+                n_ticks=int(data["n_ticks"]),
+                device=str(data["device"]),
+                resident_bytes=int(data["resident_bytes"]),
+                meta={str(k): str(v) for k, v in data["meta"].items()},
+                n_training=int(data.get("n_training", -1)),
+                call_s=float(data.get("call_s", 0.0)),
+            )
+            trace._check()
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise CheckpointError(f"This trace is damaged: {error!r}.", "Record it again.") from error
+        return trace
+
+    def _check(self) -> None:
+        """Raise ValueError where something points nowhere, or into the future."""
+        n_ops, n_values, n = len(self.ops), len(self.values), self.n_ticks
+        saves = [s for v in self.values for s in v.saves]
+        _require(0 <= n <= 2 * (n_ops + sum(len(s.unpacked) for s in saves)) + 1, "the number of ticks")
+        for index, op in enumerate(self.ops):
+            _require(all(0 <= v < n_values and self.values[v].op < index for v in op.inputs), "what an op reads")
+            _require(all(-1 <= v < n_values for v in op.outputs), "what an op makes")
+            _require(0 <= op.tick < n and op.seconds >= 0 and 0 <= op.temp_bytes < MAX_BYTES, "an op's cost")
+            _require(0 <= op.again <= 1, "what an op takes once more")
+        for value in self.values:
+            _require(-1 <= value.op < n_ops and 0 <= value.storage < len(self.storages), "what made a value")
+            _require(0 <= value.lost <= n, "when a value is lost")
+        for save in saves:
+            _require(save.packed >= -1 and save.released <= n and all(0 <= t < n for t in save.unpacked), "a save")
+        for storage in self.storages:
+            _require(-1 <= storage.born < max(n, 1) and -1 <= storage.end <= n, "when a storage is live")
+            _require(0 <= storage.n_bytes < MAX_BYTES, "a storage's bytes")
+        _require(0 <= self.resident_bytes < MAX_BYTES, "the resident bytes")
+        _require(0 <= self.call_s < inf, "Python's time")
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(what)
+
+
+def _row(record: Any) -> Sequence[Any]:
+    row = asdict(record)
+    if "saves" in row:
+        row["saves"] = [list(s.values()) for s in row["saves"]]
+    return list(row.values())

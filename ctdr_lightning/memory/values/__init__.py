@@ -1,0 +1,1 @@
+"""A tensor at run time: held, or made again."""

@@ -1,0 +1,118 @@
+"""Live bytes, counted where no allocator tells: every storage that an op made, until it dies."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ctdr_lightning.memory.values.tensors import storage_of
+
+_trackers: list[LiveBytes] = []
+
+
+def tell_trackers(tensors: Iterable[Any]) -> None:
+    """Tell every active tracker of tensors that were made where no dispatch mode sees them."""
+    if _trackers:
+        for tracker in _trackers:
+            tracker.track(tensors)
+
+
+class _Storage(weakref.ref):
+    """A weak reference to a counted storage."""
+
+    __slots__ = ("key", "n_bytes")
+    key: int
+    n_bytes: int
+
+
+class LiveBytes:
+    """Counts the bytes of the storages it is shown, until they die.
+
+    While entered it is also shown what replays make.
+
+    Attributes:
+        now: Live bytes at present.
+        peak: The largest ``now`` so far.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.peak = 0
+        self._known: dict[int, _Storage] = {}
+        me = weakref.ref(self)
+
+        def died(ref: _Storage) -> None:
+            tracker = me()
+            if tracker is not None:
+                tracker.now -= ref.n_bytes
+                tracker._known.pop(ref.key, None)
+
+        self._died = died
+
+    def track(self, tensors: Iterable[Any]) -> None:
+        """Count the storages of tensors that are not counted yet."""
+        for tensor in tensors:
+            storage = storage_of(tensor) if isinstance(tensor, Tensor) else None
+            if storage is not None and storage._cdata not in self._known:
+                n_bytes = storage.nbytes()
+                self._watch(storage, n_bytes)
+                self.now += n_bytes
+                self.peak = max(self.peak, self.now)
+
+    def ignore(self, tensors: Iterable[Any]) -> None:
+        """Never count these tensors' storages: they are from before the step."""
+        for tensor in tensors:
+            storage = storage_of(tensor) if isinstance(tensor, Tensor) else None
+            if storage is not None and storage._cdata not in self._known:
+                self._watch(storage, 0)
+
+    def _watch(self, storage: torch.UntypedStorage, n_bytes: int) -> None:
+        key = storage._cdata
+        self._known[key] = ref = _Storage(storage, self._died)
+        ref.key, ref.n_bytes = key, n_bytes
+
+    def __enter__(self) -> LiveBytes:
+        _trackers.append(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        _trackers.remove(self)
+
+
+class PeakMeter(TorchDispatchMode):
+    """Measures the true peak of what runs inside it, on a device whose allocator keeps no count.
+
+    Forward, backward and replays are all seen. Storages from before the block are not counted.
+
+    Attributes:
+        live: The counter; ``live.peak`` is the peak in bytes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = LiveBytes()
+
+    def __enter__(self) -> PeakMeter:
+        self.live.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        super().__exit__(kind, error, tb)
+        self.live.__exit__(kind, error, tb)
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for arg in (*args, *kwargs.values()) if kwargs else args:
+            self.live.ignore(arg if type(arg) in (tuple, list) else (arg,))
+        out = func(*args, **(kwargs or {}))
+        self.live.track(out if type(out) in (tuple, list) else (out,))
+        return out

@@ -1,0 +1,181 @@
+"""Make a dropped value again: walk back to what is there, run the missing ops, free temporaries at their last use."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ctdr_lightning.memory.values.live_bytes import tell_trackers
+from ctdr_lightning.memory.values.op_traits import call_again
+from ctdr_lightning.memory.values.value import Handle, Held, Node, Value
+
+Keeper = Callable[[Value, Tensor], None]
+
+_ONE_AT_A_TIME = threading.RLock()  # backward threads may ask for the same value
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU).add(torch._C.DispatchKey.AutocastCUDA)
+
+
+def modified_in_place() -> RuntimeError:
+    """The error for a saved tensor whose contents are gone; plain autograd refuses such a step too."""
+    return RuntimeError(
+        "A tensor that the backward pass needs was modified in place after the forward pass read it. "
+        "HINT: replace the in-place operation, or move it after backward()."
+    )
+
+
+def unpack(handle: Handle | Held) -> Tensor:
+    """Give autograd the tensor that a handle stands for, made again if it was dropped.
+
+    Raises:
+        RuntimeError: When the tensor was modified in place.
+    """
+    if type(handle) is Handle:
+        return materialize(handle.value)
+    tensor = handle.get() if type(handle) is Held else None
+    if tensor is None:
+        raise modified_in_place()
+    return tensor
+
+
+def keep_for_good(value: Value, tensor: Tensor) -> None:
+    """Hold a replayed value and let go of what made it."""
+    value.keep(tensor)
+    value.node = None
+
+
+def materialize(value: Value, keeper: Keeper = keep_for_good) -> Tensor:
+    """The value's tensor, made again if it was dropped.
+
+    Iterative, so that chains of any depth work; the cost is one run of each missing op.
+
+    Args:
+        value: The value that autograd or the user asks for.
+        keeper: Holds the values that a replay passes and that are still awaited.
+
+    Returns:
+        A tensor with the exact contents, shape, strides and dtype of the dropped one.
+
+    Raises:
+        RuntimeError: When a tensor that the value depends on was modified in place.
+    """
+    found = value.saved() if value.seen is not None else None
+    if found is None:
+        found = value.get()
+    if found is not None:
+        return found
+    with _ONE_AT_A_TIME, _plain_execution():
+        return _run(value, keeper)
+
+
+def hold_for_views(value: Value) -> None:
+    """A saved view's base is held once replayed, so that the next view of it need not run everything again."""
+    while value.node is not None and value.node.view:
+        value = value.node.args[0]
+        value.hold |= value.cache
+
+
+class _plain_execution:
+    """Neither autograd, nor autocast, nor any dispatch mode: the captured calls were seen below all of them."""
+
+    def __enter__(self) -> None:
+        self._grad = torch.is_grad_enabled()
+        modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+        self._guards: tuple[AbstractContextManager[Any], ...] = (
+            modes,
+            torch._C._AutoDispatchBelowAutograd(),
+            torch._C._ExcludeDispatchKeyGuard(_AUTOCAST),
+        )
+        for guard in self._guards:
+            guard.__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        for guard in reversed(self._guards):
+            guard.__exit__(*exc)
+        torch.set_grad_enabled(self._grad)
+
+
+def _run(target: Value, keeper: Keeper) -> Tensor:
+    have: dict[Value, Tensor] = {}
+    nodes, uses = _missing(target, have)
+    for node, sources in nodes:
+        _store(node, _outputs(node, have), target, uses, have, keeper)
+        for source in sources:
+            uses[source] -= 1
+            if not uses[source] and source is not target:
+                have.pop(source, None)
+    return have[target]
+
+
+def _missing(target: Value, have: dict[Value, Tensor]) -> tuple[list[tuple[Node, list[Value]]], dict[Value, int]]:
+    """The op calls to run, in their original order, with what each reads, and how often each value is read.
+
+    Fills ``have`` with the sources that exist.
+    """
+    found: dict[Node, list[Value]] = {}
+    uses: dict[Value, int] = {target: 0}
+    stack = [target]
+    while stack:
+        value = stack.pop()
+        tensor = value.get()
+        if tensor is not None:
+            have[value] = tensor
+        elif value.node is None:
+            raise modified_in_place()
+        elif value.node not in found:
+            found[value.node] = sources = value.node.sources()
+            for source in sources:
+                if source not in uses:
+                    uses[source] = 0
+                    stack.append(source)
+                uses[source] += 1
+    return sorted(found.items(), key=_in_order) if len(found) > 1 else list(found.items()), uses
+
+
+def _in_order(item: tuple[Node, list[Value]]) -> float:
+    return item[0].index
+
+
+def _real(arg: Any, have: dict[Value, Tensor]) -> Any:
+    if type(arg) is Value:
+        return have[arg]
+    return [_real(a, have) for a in arg] if type(arg) is list else arg
+
+
+def _outputs(node: Node, have: dict[Value, Tensor]) -> tuple[Any, ...]:
+    args = [have[a] if type(a) is Value else _real(a, have) if type(a) is list else a for a in node.args]
+    kwargs = {k: _real(a, have) for k, a in node.kwargs.items()} if node.kwargs else node.kwargs
+    torch._C._set_grad_enabled(node.grad)
+    out = call_again(node.func, args, kwargs)
+    outs = out if type(out) in (tuple, list) else (out,)
+    tell_trackers(outs)
+    return outs
+
+
+def _store(
+    node: Node,
+    out: tuple[Any, ...],
+    target: Value,
+    uses: dict[Value, int],
+    have: dict[Value, Tensor],
+    keeper: Keeper,
+) -> None:
+    for ref, tensor in zip(node.outs, out, strict=True):
+        value = ref() if ref is not None else None
+        if value is None:
+            continue
+        if value.layout is not None and value.layout != (tensor.stride(), tensor.dtype):
+            tensor = _laid_out(tensor, *value.layout)
+        if value is target or (uses.get(value) and value not in have):
+            have[value] = tensor
+        if value.hold or (value.cache and value.handles):
+            keeper(value, tensor)
+
+
+def _laid_out(tensor: Tensor, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(tensor.shape, stride, dtype=dtype, device=tensor.device).copy_(tensor)

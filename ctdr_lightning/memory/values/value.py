@@ -1,0 +1,183 @@
+"""The tape's graph at run time: values that are held or can be made again, owned by reference counting alone.
+
+A :class:`Value` is a thunk: it holds its tensor, or the :class:`Node` (an op call) that can make it again. Handles,
+which autograd owns, own values; nodes own the values they read. When autograd frees a graph node the handle dies, then
+the value, then every source that nobody else needs. Nothing is freed by hand and there are no cycles, so the garbage
+collector is never needed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from ctdr_lightning.memory.values.tensors import alias_of, version_of, wants_grad_itself
+
+_NO_KWARGS: dict[str, Any] = {}
+Layout = tuple[tuple[int, ...], torch.dtype]
+
+
+class TensorRef(weakref.ref):
+    """A weak reference to a tensor that knows its key in the table."""
+
+    __slots__ = ("key",)
+    key: int
+
+
+class Value:
+    """A tensor at one version of its storage.
+
+    Attributes:
+        tensor: The tensor where it is held, else None.
+        weak: A weak reference to the tensor that the program itself made; it may still be alive.
+        place: A weak reference to the storage that ``weak`` had; ``x.data = y`` gives a tensor another one.
+        version: In-place version at which the contents are this value.
+        seen: The program's tensor and the version that autograd saved, where its storage was written meanwhile.
+        node: The op call that makes the value again; None where the value can only be held.
+        layout: Strides and dtype that the program's tensor has, where a replay's need not have them.
+        home: The contents of a leaf that is held as itself, in case that ``x.data = y`` gives it others.
+        cache: Whether a replay leaves the value held for those who still await it.
+        hold: Whether a replay leaves the value held although autograd does not await it.
+        handles: How many live handles await the value.
+    """
+
+    __slots__ = (
+        "__weakref__", "cache", "handles", "hold", "home", "info", "layout", "node", "place", "seen", "tensor",
+        "version", "weak",
+    )  # fmt: skip
+
+    def __init__(self, node: Node | None = None) -> None:
+        self.node = node
+        self.layout: Layout | None = None
+        self.home: Tensor | None = None
+        self.tensor: Tensor | None = None
+        self.weak: TensorRef | None = None
+        self.place: weakref.ref[torch.UntypedStorage] | None = None
+        self.version = 0
+        self.seen: tuple[Tensor, int] | None = None
+        self.cache = True
+        self.hold = False
+        self.handles = 0
+        self.info: Any = None
+
+    @classmethod
+    def holding(cls, tensor: Tensor) -> Value:
+        """A value that holds a tensor whose producer is not known."""
+        value = cls()
+        value.tensor = tensor if wants_grad_itself(tensor) else alias_of(tensor)
+        value.version = version_of(tensor)
+        return value
+
+    def get(self) -> Tensor | None:
+        """The tensor, if it is held or still alive and was not written in place since."""
+        tensor = self.tensor if self.tensor is not None else self.live()
+        if tensor is None or version_of(tensor) != self.version:
+            return None
+        if self.home is not None and tensor.untyped_storage() is not self.home.untyped_storage():
+            return self.home
+        return tensor
+
+    def live(self) -> Tensor | None:
+        """The tensor that the program itself made, while it is alive and has its storage."""
+        tensor = self.weak() if self.weak is not None else None
+        if tensor is None or self.place is None or self.place() is not tensor.untyped_storage():
+            return None
+        return tensor
+
+    def storage(self) -> torch.UntypedStorage | None:
+        """Where the contents are, if anywhere."""
+        if self.home is not None:
+            return self.home.untyped_storage()
+        tensor = self.tensor if self.tensor is not None else self.live()
+        return None if tensor is None else tensor.untyped_storage()
+
+    def saved(self) -> Tensor | None:
+        """What autograd would read although the program wrote over it unnoticed (through ``.data``)."""
+        if self.seen is None or version_of(self.seen[0]) != self.seen[1]:
+            return None
+        return self.seen[0]
+
+    def keep(self, tensor: Tensor) -> None:
+        """Hold a tensor: made again, or an alias of the program's own."""
+        self.tensor = tensor
+        self.version = version_of(tensor)
+        self.home = None
+
+    def keep_leaf(self, leaf: Tensor) -> None:
+        """Hold a leaf as itself: cheaper than an alias, and some kernels are chosen by whether it requires grad."""
+        self.tensor = leaf
+        self.version = leaf._version
+        self.home = leaf.data
+
+    def sever(self, storage: torch.UntypedStorage) -> None:
+        """The storage is about to be written: what is there will no longer be this value."""
+        tensor = self.live() if self.tensor is None else self.tensor
+        self.weak = None
+        if tensor is None or tensor.untyped_storage() is not storage:
+            return
+        if self.handles and self.seen is None:
+            self.seen = (alias_of(tensor), self.version)
+        if self.node is not None:
+            self.tensor = None
+
+
+class Node:
+    """One op call: what runs, its arguments with values in the place of tensors, and weak references to its outputs."""
+
+    __slots__ = ("__weakref__", "args", "func", "grad", "index", "kwargs", "outs", "seconds", "unit", "view", "written")
+
+    def __init__(
+        self, func: OpOverload | Callable[..., Tensor], index: float, unit: int = 0, view: bool = False
+    ) -> None:
+        self.func = func
+        self.view = view
+        self.written = False
+        self.index = index
+        self.unit = unit
+        self.grad = torch.is_grad_enabled()  # some kernels look at it
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = _NO_KWARGS
+        self.outs: list[weakref.ref[Value] | None] = []
+        self.seconds = 0.0
+
+    def sources(self) -> list[Value]:
+        """The values that the call reads."""
+        found: list[Value] = []
+        for arg in (*self.args, *self.kwargs.values()) if self.kwargs else self.args:
+            if type(arg) is Value:
+                found.append(arg)
+            elif type(arg) is list:
+                found += [a for a in arg if type(a) is Value]
+        return found
+
+
+class Handle:
+    """What autograd keeps in the place of a saved tensor. It may be unpacked any number of times."""
+
+    __slots__ = ("__weakref__", "value")
+
+    def __init__(self, value: Value) -> None:
+        self.value = value
+        value.handles += 1
+
+    def __del__(self) -> None:
+        self.value.handles -= 1
+
+
+class Held:
+    """A handle that holds its tensor itself, because nothing could make it again, or nothing need."""
+
+    __slots__ = ("__weakref__", "tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor if wants_grad_itself(tensor) else alias_of(tensor)
+        self.version = version_of(tensor)
+
+    def get(self) -> Tensor | None:
+        """The tensor, if it was not written in place since."""
+        return self.tensor if version_of(self.tensor) == self.version else None

@@ -1,0 +1,1 @@
+"""Recovery inside of a fit."""

@@ -1,0 +1,277 @@
+"""Carries the schedule out: cuts, re-estimates, freezes, scales, rolls back, at epoch boundaries and nowhere else.
+
+Every decision is taken when an epoch begins, from state that the checkpoint of the epoch before holds; BatchNorm is
+re-estimated when an epoch's last step is done. So a checkpoint always holds the model that was validated, and a resumed
+run repeats the decision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+
+from ctdr_lightning.basics.errors import CheckpointError, ConfigError
+from ctdr_lightning.recovery.decisions import Progress, failed, first_cut_epoch, next_move, phase_at
+from ctdr_lightning.recovery.distill import Teacher
+from ctdr_lightning.recovery.phases import Freezer, RateScaler
+from ctdr_lightning.recovery.schedule import Phase, Recovery
+from ctdr_lightning.trainer.accuracy import optimizers, rehearsal
+from ctdr_lightning.trainer.accuracy.batchnorm_pass import Estimator
+from ctdr_lightning.trainer.accuracy.validation import logged_metric, measure
+from ctdr_lightning.trainer.strategies import rewrap
+from ctdr_lightning.trainer.structure import match_structure
+from ctdr_lightning.trainer.surgeon import Surgeon
+
+
+class Coach:
+    """Wins the accuracy back.
+
+    Args:
+        recovery: The schedule.
+        surgeon: Cuts the layers.
+    """
+
+    def __init__(self, recovery: Recovery, surgeon: Surgeon) -> None:
+        self.recovery = recovery
+        self.surgeon = surgeon
+        self.progress = Progress()
+        self.teacher: Teacher | None = None
+        self.rates = RateScaler()
+        self._freezer = Freezer()
+        self._dense: nn.Module | None = None
+        self._snapshot: dict[str, Any] | None = None
+        self._estimator = Estimator(recovery.batchnorm_batches)
+
+    @property
+    def cuts_at_start(self) -> bool:
+        """Whether the first stage is cut before training."""
+        return first_cut_epoch(self.recovery) == 0
+
+    def prepare(self, module: LightningModule) -> None:
+        """Keep of the dense model what is needed later; before anything is cut."""
+        if self.progress.stage > 0:
+            return
+        if self.recovery.distill is not None:
+            self.teacher = Teacher(module, self.recovery.distill)
+        if self.cuts_at_start and self.recovery.reference == "measure":
+            self._dense = deepcopy(module)
+        if self.cuts_at_start and self.recovery.max_drop is not None:
+            self._snapshot = {"model": _host_state(module), "optimizers": []}
+
+    def cut_at_start(self, module: LightningModule) -> None:
+        """Cut the first stage, before there is an optimizer; nothing where it comes later or was cut."""
+        self.progress.stages = len(self.surgeon.stages)
+        if self.cuts_at_start and self.progress.stage == 0:
+            self.progress.stage = 1
+            self.surgeon.cut(module, 1)
+
+    def train_start(self, trainer: Any, module: LightningModule) -> None:
+        """Measure and re-estimate after the first cut, in a fresh run; take up the phase, in a resumed one."""
+        fresh = self.progress.entered_epoch < 0
+        self._check_schedule(trainer)
+        if isinstance(self.recovery.reference, int | float):
+            self.progress.reference = float(self.recovery.reference)
+        if fresh and self.progress.stage > 0:
+            self._measure_reference(trainer, self._dense)
+            self._settle(trainer, module)
+        self._dense = None
+        self.rates.attach(trainer.optimizers)
+        if not fresh:
+            self._enter(trainer, module, self.progress.entered_epoch)
+            self._stop_if_recovered(trainer, self.progress.entered_epoch + 1)
+
+    def epoch_start(self, trainer: Any, module: LightningModule) -> None:
+        """Decide and do what comes before this epoch, once."""
+        epoch = trainer.current_epoch
+        if epoch <= self.progress.entered_epoch:
+            return
+        move = next_move(self.recovery, self.progress, epoch)
+        if move == "roll back":
+            self._roll_back(trainer, module)
+        elif move == "cut":
+            self._cut(trainer, module, epoch)
+        _, spent = phase_at(self.recovery, self.progress, epoch)
+        if spent == 0:
+            self.progress.phase_steps = 0
+        self._enter(trainer, module, epoch)
+        self.progress.entered_epoch = epoch
+
+    def step_done(self) -> None:
+        """An optimizer step was taken."""
+        self.progress.phase_steps += 1
+        self.rates.steps = self.progress.phase_steps
+
+    def epoch_trained(self, trainer: Any, module: LightningModule) -> None:
+        """Re-estimate BatchNorm with the weights that an epoch ended with, once, before they are judged or saved."""
+        if self.progress.stage > 0 and self.progress.estimated_epoch != trainer.current_epoch:
+            self._estimator.run(trainer, module)
+            self.progress.estimated_epoch = trainer.current_epoch
+
+    def validation_end(self, trainer: Any) -> None:
+        """Read the monitored metric, the same on every rank.
+
+        Raises:
+            ConfigError: When it was not logged.
+        """
+        if self.recovery.monitor is None:
+            return
+        value = logged_metric(trainer.callback_metrics, self.recovery.monitor).float()
+        self.progress.metric = float(rehearsal.mean_over_ranks(trainer, value.to(trainer.strategy.root_device)))
+
+    def epoch_end(self, trainer: Any) -> None:
+        """Stop when the last stage has recovered."""
+        self._stop_if_recovered(trainer, trainer.current_epoch + 1)
+
+    def fit_end(self, module: LightningModule) -> None:
+        """Roll back a last stage that training ended with and that did not recover."""
+        if self._snapshot is not None and not self.progress.rolled_back and failed(self.recovery, self.progress):
+            self._put_back_weights(module)
+
+    def release(self) -> None:
+        """Let everything train at its own rate again."""
+        self.rates.release()
+        self._freezer.thaw()
+        self._dense = None
+
+    @property
+    def around(self) -> Callable[..., Any] | None:
+        """What wraps a training step: the teacher, where there is one."""
+        return self.teacher.around if self.teacher is not None else None
+
+    @property
+    def key(self) -> tuple[int, float]:
+        """What makes steps of equal shapes differ: the stage and the learning rate's scale."""
+        return self.progress.stage, self.rates.scale
+
+    def step_logs(self) -> dict[str, Any]:
+        """What the teacher takes and adds to the loss; the same names on every rank."""
+        return self.teacher.logs() if self.teacher is not None else {}
+
+    def logs(self) -> dict[str, float]:
+        """Where recovery stands, for the loggers; the same names on every rank."""
+        progress = self.progress
+        found = {
+            "metric": progress.metric,
+            "metric_dense": progress.reference,
+            "metric_raw": progress.raw,
+            "metric_batchnorm": progress.batchnorm,
+            "stage": progress.stage,
+            "lr_scale": self.rates.factor,
+        }
+        return {f"ctdr/{name}": float(value) for name, value in found.items() if value is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Primitives and tensors."""
+        state: dict[str, Any] = {"progress": self.progress.to_dict()}
+        if self.teacher is not None:
+            state["teacher"] = self.teacher.state_dict()
+        if self._snapshot is not None:
+            state["snapshot"] = self._snapshot
+        return state
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take up what `state_dict` gave.
+
+        Raises:
+            CheckpointError: When it is something else.
+        """
+        if not isinstance(state, dict):
+            raise CheckpointError("The checkpoint's recovery state is damaged.", "Use an earlier checkpoint.")
+        self.progress = Progress.from_dict(state.get("progress"))
+        self._snapshot = _read_snapshot(state.get("snapshot"))
+        if self.teacher is not None and "teacher" in state:
+            self.teacher.load_state_dict(state["teacher"])
+
+    def _check_schedule(self, trainer: Any) -> None:
+        warm = any(phase.warmup_epochs for phase in self.recovery.phases)
+        if warm and math.isinf(trainer.num_training_batches):
+            raise ConfigError(
+                "phase.warmup_epochs needs to know how long an epoch is, but the training data has no length.",
+                "Set Trainer(limit_train_batches=...), or warmup_epochs=0.",
+            )
+
+    def _measure_reference(self, trainer: Any, dense: nn.Module | None) -> None:
+        if self.recovery.reference == "measure" and dense is not None:
+            self.progress.reference = measure(trainer, dense, str(self.recovery.monitor))
+            rank_zero_info(f"CTDR: dense {self.recovery.monitor} {self.progress.reference:.4f}")
+
+    def _cut(self, trainer: Any, module: LightningModule, epoch: int) -> None:
+        self._freezer.thaw()
+        if self.progress.stage == 0:
+            self._measure_reference(trainer, module)
+        if self.recovery.max_drop is not None:
+            self._snapshot = {"model": _host_state(module), "optimizers": optimizers.snapshot(trainer.optimizers)}
+        self.progress.stage += 1
+        self.progress.stage_epoch, self.progress.metric = epoch, None
+        self.surgeon.cut(module, self.progress.stage)
+        self._rebuild(trainer)
+        self._settle(trainer, module)
+        rank_zero_info(f"CTDR: stage {self.progress.stage} of {self.progress.stages} cut before epoch {epoch}")
+
+    def _settle(self, trainer: Any, module: LightningModule) -> None:
+        """Re-estimate BatchNorm, and measure before and after where the user lets us."""
+        measuring = self.recovery.reference == "measure"
+        monitor = str(self.recovery.monitor)
+        self.progress.raw = measure(trainer, module, monitor) if measuring else None
+        used = self._estimator.run(trainer, module)
+        self.progress.batchnorm = measure(trainer, module, monitor) if measuring and used else self.progress.raw
+
+    def _roll_back(self, trainer: Any, module: LightningModule) -> None:
+        assert self._snapshot is not None
+        self._freezer.thaw()
+        states = self._snapshot["optimizers"]
+        self._put_back_weights(module)
+        self._rebuild(trainer)
+        optimizers.put_back(trainer.optimizers, states)
+
+    def _put_back_weights(self, module: LightningModule) -> None:
+        assert self._snapshot is not None
+        match_structure(module, self._snapshot["model"])
+        module.load_state_dict(self._snapshot["model"])
+        rank_zero_info(
+            f"CTDR: stage {self.progress.stage} rolled back: {self.recovery.monitor} {self.progress.metric:.4f}, "
+            f"dense {self.progress.reference:.4f}"
+        )
+        self.progress.stage -= 1
+        self.progress.rolled_back, self._snapshot = True, None
+
+    def _rebuild(self, trainer: Any) -> None:
+        optimizers.rebuild(trainer)
+        rewrap(trainer)
+        self.rates.attach(trainer.optimizers)
+
+    def _enter(self, trainer: Any, module: LightningModule, epoch: int) -> None:
+        phase = phase_at(self.recovery, self.progress, epoch)[0] or Phase()
+        if self._freezer.freeze(module, phase.train):
+            rewrap(trainer)
+        steps = 0.0
+        if phase.warmup_epochs:
+            steps = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches) * phase.warmup_epochs
+        self.rates.scale, self.rates.warmup_steps = phase.lr_scale, round(steps)
+        self.rates.steps = self.progress.phase_steps
+
+    def _stop_if_recovered(self, trainer: Any, epoch: int) -> None:
+        if next_move(self.recovery, self.progress, epoch) == "stop":
+            rank_zero_info(f"CTDR: recovered, {self.recovery.monitor} {self.progress.metric:.4f}; training stops")
+            trainer.should_stop = True
+
+
+def _read_snapshot(value: Any) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    model = value.get("model") if isinstance(value, dict) else None
+    states = value.get("optimizers") if isinstance(value, dict) else None
+    good = isinstance(model, dict) and all(isinstance(name, str) for name in model)
+    if not good or not isinstance(states, list) or not all(isinstance(state, dict) for state in states):
+        raise CheckpointError("The checkpoint's snapshot for a rollback is damaged.", "Use an earlier checkpoint.")
+    return {"model": model, "optimizers": states}
+
+
+def _host_state(module: nn.Module) -> dict[str, Any]:
+    return {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}

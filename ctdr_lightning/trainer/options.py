@@ -1,0 +1,142 @@
+"""The callback's arguments, checked before anything starts, and the same as primitives for a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ctdr_lightning.basics.checks import real
+from ctdr_lightning.basics.errors import CheckpointError, ConfigError
+from ctdr_lightning.basics.registry import Registry
+from ctdr_lightning.basics.units import parse_bytes
+from ctdr_lightning.decomposition import METHODS
+from ctdr_lightning.decomposition.choose.rank import RankSpec
+from ctdr_lightning.memory import POLICIES
+from ctdr_lightning.recovery.schedule import Recovery, read_yaml
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for; the meaning of each field is told at `CTDRCallback`.
+
+    Raises:
+        ConfigError: When an argument cannot be used.
+    """
+
+    rank: Any
+    method: str
+    select: Any
+    memory_budget: int | float | str | None
+    policy: str
+    recovery: Recovery | None
+    plan: Any
+    max_slowdown: float
+    retry_on_oom: bool
+    allow_untested: bool
+    verbose: bool
+
+    def __post_init__(self) -> None:
+        self._check_decomposition()
+        real("max_slowdown", self.max_slowdown, above=0)
+        _known(POLICIES, "policy", self.policy)
+        if self.memory_budget is not None:
+            parse_bytes(self.memory_budget, total_bytes=1 << 62)
+        for name in ("retry_on_oom", "allow_untested", "verbose"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r} is no truth value.", "Write True or False.")
+
+    def _check_decomposition(self) -> None:
+        if self.rank is None:
+            return
+        ranks = self.rank if isinstance(self.rank, Mapping) else {"": self.rank}
+        for pattern, rank in ranks.items():
+            if isinstance(rank, bool) or not isinstance(rank, int | float | str | list | tuple):
+                raise ConfigError(f"rank={rank!r} is not a rank.", 'Write 0.5, 16, "vbmf" or a mapping to these.')
+            RankSpec.parse(rank, f"rank[{pattern!r}]" if pattern else "rank")
+        methods = self.method if isinstance(self.method, list | tuple) else [self.method]
+        for method in methods:
+            if method != "auto":
+                _known(METHODS, "method", method)
+
+    def decomposition(self) -> dict[str, Any] | None:
+        """Arguments for `decompose`; None where nothing is decomposed."""
+        if self.rank is None or self.plan is not None:
+            return None
+        return {"rank": self.rank, "method": self.method, "select": self.select}
+
+    def read_plan(self) -> dict[str, Any] | None:
+        """The given plan, read from its file where it is one.
+
+        Raises:
+            CheckpointError: When the file cannot be read.
+            ConfigError: When it holds no plan.
+        """
+        plan = read_yaml(self.plan) if isinstance(self.plan, str) else self.plan
+        if plan is None:
+            return None
+        if not isinstance(plan, Mapping) or not isinstance(plan.get("layers"), Mapping):
+            raise ConfigError(
+                f"plan={self.plan!r} holds no plan: 'layers' is missing.", "Use what report.to_plan() gave."
+            )
+        return dict(plan)
+
+    @property
+    def plans_memory(self) -> bool:
+        """Whether steps run under a memory plan."""
+        if self.memory_budget is not None:
+            return True
+        time_to_spend = self.rank is not None or self.plan is not None or self.max_slowdown > 1
+        return self.policy != "keep" and (self.policy != "auto" or time_to_spend)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The arguments as primitives."""
+        plain = {name: _plain(getattr(self, name)) for name in self.__dataclass_fields__ if name != "recovery"}
+        return {**plain, "recovery": self.recovery.to_dict() if self.recovery is not None else None}
+
+    @classmethod
+    def arguments(cls, plain: Any) -> dict[str, Any]:
+        """The callback's arguments from what :meth:`to_dict` gave.
+
+        Raises:
+            CheckpointError: When it is something else.
+        """
+        if not isinstance(plain, Mapping) or not set(plain) <= set(cls.__dataclass_fields__):
+            raise CheckpointError(
+                "The checkpoint's CTDR options are damaged.",
+                "Write CTDRCallback(...) out, as in the run that saved it.",
+            )
+        return dict(plain)
+
+
+def _known(registry: Registry[Any], argument: str, name: Any) -> None:
+    if not isinstance(name, str):
+        raise ConfigError(f"{argument}={name!r} is not a name.", f"Valid names: {', '.join(registry)}.")
+    registry[name]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def read_state(state: Any, key: str, version: int) -> dict[str, Any]:
+    """The callback's entry of a checkpoint.
+
+    Raises:
+        CheckpointError: When there is none, or it is of another version.
+    """
+    callbacks = state.get("callbacks") if isinstance(state, Mapping) else None
+    own = callbacks.get(key) if isinstance(callbacks, Mapping) else None
+    if not isinstance(own, Mapping):
+        raise CheckpointError(
+            "The checkpoint was written without CTDRCallback: it holds a dense model or another run.",
+            "To start from dense weights, load them with model.load_state_dict and call fit without ckpt_path.",
+        )
+    if own.get("version") != version:
+        raise CheckpointError(
+            f"The checkpoint's CTDR state has version {own.get('version')!r}, this release reads {version}.",
+            "Use the release that wrote it.",
+        )
+    return dict(own)

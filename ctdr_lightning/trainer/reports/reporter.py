@@ -1,0 +1,83 @@
+"""What a run says: numbers to log, texts and pictures to publish, and an account when memory ran out."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from ctdr_lightning.trainer.reports.loggers import publish_figure, publish_text
+from ctdr_lightning.trainer.reports.monitor import Monitor, utilisation
+from ctdr_lightning.trainer.reports.out_of_memory import write_account
+from ctdr_lightning.trainer.surgeon import Surgeon
+from ctdr_lightning.trainer.training_step.memory_stage import MemoryStage
+from ctdr_lightning.trainer.training_step.step_runner import StepEngine
+
+_log = logging.getLogger(__name__)
+
+
+class Reporter:
+    """Collects from the stages what users see.
+
+    Args:
+        verbose: Whether to print as well.
+        surgeon: Knows what was decomposed.
+        memory: Knows plans and peaks.
+        engine: Has measured steps.
+        monitor: Has counted them.
+    """
+
+    def __init__(
+        self, verbose: bool, surgeon: Surgeon, memory: MemoryStage, engine: StepEngine, monitor: Monitor
+    ) -> None:
+        self._verbose = verbose
+        self._surgeon, self._memory, self._engine, self._monitor = surgeon, memory, engine, monitor
+        self._said_cut = False
+
+    def say_cut(self) -> None:
+        """Print the decomposition, once."""
+        if self._verbose and self._surgeon.report is not None and not self._said_cut:
+            rank_zero_info(f"CTDR:\n{self._surgeon.report}")
+            self._said_cut = True
+
+    def facts(self, trainer: Any, module: LightningModule) -> dict[str, float]:
+        """Parameters before and after; the whole table goes to the loggers."""
+        after = float(sum(parameter.numel() for parameter in module.parameters()))
+        report = self._surgeon.report
+        before = float(self._surgeon.parameters_before or after)
+        if report is not None and trainer.is_global_zero:
+            publish_text(trainer.loggers, "ctdr/decomposition", str(report), trainer.global_step)
+        return {
+            "ctdr/parameters_before": before,
+            "ctdr/parameters_after": after,
+            "ctdr/compression": before / max(after, 1),
+        }
+
+    def interval(self, trainer: Any, module: LightningModule, batch: Any) -> dict[str, Any]:
+        """The numbers of the last log interval; new plans go to the loggers."""
+        values: dict[str, Any] = self._monitor.interval(trainer)
+        values |= utilisation(trainer, self._engine.step_flops, values.get("ctdr/step_time_s", 0.0))
+        values |= self._memory.peaks(trainer, module, batch, self._engine.peak_bytes)
+        values |= self._memory.predicted()
+        events = self._memory.new_events()
+        if events and trainer.is_global_zero:
+            self._publish_plan(trainer, events)
+        return values
+
+    def _publish_plan(self, trainer: Any, events: list[str]) -> None:
+        for event in events if self._verbose else []:
+            rank_zero_info(f"CTDR: {event}")
+        text = "\n".join([*events, "", self._memory.explain()])
+        publish_text(trainer.loggers, "ctdr/memory_plan", text, trainer.global_step)
+        picture = self._memory.picture()
+        if picture is not None:
+            publish_figure(trainer.loggers, "ctdr/memory", picture, trainer.global_step)
+
+    def account(self, trainer: Any, module: LightningModule, error: BaseException) -> None:
+        """Write down who held what when a step ran out of memory."""
+        name = f"ctdr-out-of-memory-step{trainer.global_step}-rank{trainer.global_rank}"
+        path = write_account(Path(trainer.default_root_dir), name, error, module, self._memory.session)
+        _log.error("CTDR: the step ran out of memory; who held what is in %s", path)

@@ -1,0 +1,153 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from ctdr_lightning.memory import Recorder, record, simulate
+from ctdr_lightning.memory.tape.online import COSTS, EvictedSet, Evictor, Online
+from ctdr_lightning.memory.values import replay as engine
+from ctdr_lightning.memory.values.live_bytes import PeakMeter
+from ctdr_lightning.memory.values.value_table import ValueTable
+from tests.memory.harness import Bench
+
+
+def deep(n):
+    x = torch.randn(4096, requires_grad=True)
+
+    def step():
+        h = x
+        for _ in range(n):
+            h = h.sin()
+        return h.sum()
+
+    return x, step
+
+
+def run(step, evictor):
+    """Peak bytes and the number of ops that were run again."""
+    calls = []
+    again = engine.call_again
+
+    def counting(*args):
+        calls.append(args[0])
+        return again(*args)
+
+    engine.call_again = counting
+    try:
+        with PeakMeter() as meter, Recorder(evictor=evictor):
+            step().backward()
+    finally:
+        engine.call_again = again
+    return meter.live.peak, len(calls)
+
+
+@pytest.mark.parametrize("cost", ["eq", "full"])
+def test_a_deep_chain_in_the_root_of_its_memory_at_a_linear_price(cost):
+    """DTR's theorem 3.1: N layers with a budget of about sqrt(N) need O(N) extra ops; here 2 sqrt(N), at most 2 N."""
+    for n in (64, 256, 1024):
+        x, step = deep(n)
+        budget_bytes = int(2 * math.sqrt(n)) * x.nbytes
+        peak, extra = run(step, Evictor(budget_bytes, cost))
+        assert peak <= budget_bytes
+        assert extra <= 2 * n
+        plain, none = run(step, Evictor(10**12, cost))
+        assert none == 0
+        assert plain >= n * x.nbytes
+
+
+def test_a_budget_that_cannot_be_met_is_exact_all_the_same():
+    net = nn.Sequential(*[m for _ in range(5) for m in (nn.Linear(16, 16), nn.BatchNorm1d(16), nn.GELU())])
+    bench = Bench(net, lambda net: net(torch.ones(4, 16).cumsum(0)).square().sum())
+    want = bench.run()
+    for cost in ("eq", "full", "local"):
+        evictor = Evictor(1, cost)
+        assert not bench.run(Recorder(evictor=evictor), around=True).differs_from(want)
+        assert evictor.evictions
+        assert evictor.replayed
+
+
+def test_without_pressure_nothing_is_evicted():
+    net = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    evictor = Evictor(10**9)
+    Bench(net, lambda net: net(torch.ones(4, 16)).sum()).run(Recorder(evictor=evictor), around=True)
+    assert evictor.evictions == evictor.replayed == 0
+
+
+def test_small_tensors_are_left_alone():
+    """Under one percent of the mean size, evicting is not worth it."""
+    x, tiny = torch.randn(100_000, requires_grad=True), torch.randn(4, requires_grad=True)
+    evicted = []
+
+    class Watching(Evictor):
+        def _evict(self, value):
+            evicted.append(value.info.n_bytes)
+            super()._evict(value)
+
+    def step():
+        h, t = x, tiny
+        for _ in range(20):
+            h, t = h.sin(), t.sin()
+        return h.sum() + t.sum()
+
+    run(step, Watching(8 * x.nbytes))
+    assert evicted
+    assert min(evicted) == x.nbytes
+
+
+def test_eviction_repeats_with_the_seed():
+    x, step = deep(100)
+    counts = []
+    for _ in range(2):
+        evictor = Evictor(10 * x.nbytes, "constant", seed=3)
+        run(step, evictor)
+        counts.append((evictor.evictions, evictor.replayed))
+    assert counts[0] == counts[1]
+
+
+@COSTS.register("constant")
+def constant(candidate):
+    return 1.0
+
+
+def test_costs_by_name():
+    assert {"eq", "full", "local"} <= set(COSTS)
+    with pytest.raises(ValueError, match="DTR cost"):
+        Evictor(1, "unknown")
+
+
+def test_evicted_sets_share_their_costs():
+    a, b, c = EvictedSet(1.0), EvictedSet(2.0), EvictedSet(4.0)
+    a.join(b)
+    c.join(b)
+    a.join(c)
+    assert a.root() is b.root() is c.root()
+    assert a.root().cost == 7.0
+
+
+def test_a_recorded_step_under_a_budget_gives_a_plan_makers_trace():
+    """What the online policy does meanwhile is no part of the trace."""
+    x, step = deep(30)
+    plain = record(step)
+    x.grad = None
+    under = record(step, budget_bytes=12 * x.nbytes)
+    assert [op.name for op in plain.ops] == [op.name for op in under.ops]
+    assert plain.saved == under.saved
+    assert simulate(under).peak_bytes == pytest.approx(simulate(plain).peak_bytes, rel=0.02)
+
+
+def test_a_view_that_nobody_captured_can_be_evicted_too():
+    """Where a step differs from its plan, the views from before were not seen."""
+    table, evictor = ValueTable(), Evictor(10**9)
+    x = torch.ones(4)
+    node = table.capture(torch.ops.aten.exp.default, 0, (x,), {})
+    with evictor:
+        table.bind(node, y := x.exp())
+        value = Online(evictor, table).pack(y[1:])
+        del y
+        assert value.node is not None
+        assert value.tensor is not None
+        evictor.budget_bytes = -1
+        evictor.make_room()
+        assert value.tensor is None
+        assert torch.equal(evictor.fetch(value), x[1:].exp())

@@ -1,0 +1,77 @@
+"""The largest batch, against trying every batch."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from ctdr_lightning.basics.errors import InfeasibleBudgetError
+from ctdr_lightning.memory import plan, record, simulate
+from ctdr_lightning.memory.largest_batch import largest, max_batch
+from ctdr_lightning.memory.policies import POLICIES
+
+WIDTH = 64
+
+
+@given(st.integers(0, 300), st.integers(0, 300), st.integers(0, 400))
+def test_the_largest_number(answer, known, most):
+    known, asked = min(known, answer, most), []
+
+    def holds(n):
+        asked.append(n)
+        return n <= answer
+
+    assert largest(holds, known, most) == min(answer, most)
+    assert len(asked) <= 20
+    assert all(known < n <= most for n in asked)
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+
+
+def inputs(size):
+    return torch.empty(size, WIDTH)
+
+
+def loss(net, x):
+    return net(x).square().mean()
+
+
+def recorded(net, size):
+    net.zero_grad()
+    batch = torch.ones(size, WIDTH)
+    return record(lambda: loss(net, batch))
+
+
+def test_it_is_what_trying_every_batch_finds(net):
+    budget = 500_000
+    found = max_batch(net, inputs, loss, budget)
+    plain = []
+    for size in range(1, 200):
+        plain += [size] if simulate(recorded(net, size)).peak_bytes <= budget else []
+    assert found.plain_size == max(plain)
+    assert found.size > found.plain_size
+    assert found.plan.peak_bytes <= budget
+    assert plan(recorded(net, found.size), budget).peak_bytes <= budget
+    for policy in POLICIES:
+        with pytest.raises(InfeasibleBudgetError):
+            plan(recorded(net, found.size + 1), budget, policy)
+
+
+def test_what_is_there_all_along_counts_and_nothing_is_touched(net):
+    state = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    roomy = max_batch(net, inputs, loss, "600KB", "sqrt")
+    tight = max_batch(net, inputs, loss, "700KB", "sqrt", static_bytes=100_000)
+    assert (roomy.size, roomy.plain_size) == (tight.size, tight.plain_size)
+    assert all(torch.equal(state[name], tensor) for name, tensor in net.state_dict().items())
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_a_limit_and_a_budget_for_nothing(net):
+    assert max_batch(net, inputs, loss, "1GB", most=5).size == 5
+    with pytest.raises(InfeasibleBudgetError, match="Not even one sample"):
+        max_batch(net, inputs, loss, 1000)

@@ -1,0 +1,117 @@
+import pytest
+import torch
+
+from ctdr_lightning.memory.values.op_traits import (
+    call_again,
+    overwritten,
+    pin_reason_of_call,
+    pin_reason_of_types,
+    traits,
+    without_running_stats,
+)
+
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize(
+    ("func", "twin"),
+    [
+        (aten.relu_.default, aten.relu.default),
+        (aten.add_.Tensor, aten.add.Tensor),
+        (aten.index_put_.default, aten.index_put.default),
+        (aten.copy_.default, aten.copy.default),
+        (aten.relu.default, aten.relu.default),
+        (aten.add.out, None),
+    ],
+)
+def test_functional_twins(func, twin):
+    assert traits(func).twin is twin
+    assert traits(func) is traits(func)
+    assert traits(func).name == str(func)
+
+
+@pytest.mark.parametrize(
+    ("func", "args", "reason"),
+    [
+        (aten.relu.default, (), ""),
+        (aten.relu_.default, (), ""),
+        (aten.bernoulli.default, (), "random"),
+        (aten.native_dropout.default, (), "random"),
+        (aten.normal_.default, (), "random"),
+        (aten.empty_like.default, (), "uninitialised memory"),
+        (aten.resize_.default, (), "another storage"),
+        (aten.add.out, (), "in-place without a functional twin"),
+        (aten._scaled_dot_product_flash_attention_for_cpu.default, (None, None, None, 0.5), "random"),
+        (aten._scaled_dot_product_flash_attention_for_cpu.default, (None, None, None, 0.0), ""),
+    ],
+)
+def test_pins(func, args, reason):
+    assert pin_reason_of_call(func, args, {}) == reason
+
+
+def test_collectives_are_pinned():
+    from torch.distributed import _functional_collectives  # noqa: F401  (registers the ops)
+
+    assert pin_reason_of_call(torch.ops._c10d_functional.all_reduce.default, (), {}) == "collective"
+    assert pin_reason_of_call(torch.ops._c10d_functional.all_gather_into_tensor.default, (), {}) == "collective"
+
+
+def test_as_strided_is_pinned_where_it_sees_more_than_its_argument():
+    whole, func = torch.randn(4, 4), aten.as_strided.default
+    assert not pin_reason_of_call(func, (whole, [2], [1]), {})
+    assert not pin_reason_of_call(func, (whole.t(), [2], [1]), {})
+    assert "beyond" in pin_reason_of_call(func, (whole[1:], [2], [1]), {})
+
+
+def test_tensor_subclasses_are_pinned():
+    class Own(torch.Tensor):
+        pass
+
+    assert pin_reason_of_types((torch.Tensor, torch.nn.Parameter)) == ""
+    assert pin_reason_of_types((torch.Tensor, Own)) == "tensor subclass Own"
+
+
+def test_what_a_call_writes():
+    a, b, c = torch.zeros(2), torch.zeros(2), torch.zeros(2)
+    assert overwritten(aten.relu.default, (a,), {}) == []
+    assert overwritten(aten.add_.Tensor, (a, b), {}) == [a]
+    assert overwritten(aten.add.out, (a, b), {"out": c})[0] is c
+    written = overwritten(aten._foreach_add_.Scalar, ([a, b], 1), {})
+    assert written[0] is a
+    assert written[1] is b
+    batch_norm = (torch.zeros(3, 2), None, None, a, b, True, 0.1, 1e-5)
+    assert [t is s for t, s in zip(overwritten(aten.native_batch_norm.default, batch_norm, {}), (a, b), strict=True)]
+    assert overwritten(aten.native_batch_norm.default, (*batch_norm[:5], False, 0.1, 1e-5), {}) == []
+
+
+@pytest.mark.parametrize("func", [aten.native_batch_norm.default, aten._native_batch_norm_legit.default])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("affine", [True, False])
+def test_batch_norm_again_leaves_its_statistics_alone(func, training, dtype, affine):
+    x = torch.randn(5, 3, 2).to(dtype)
+    weight, bias = (torch.rand(3).to(dtype), torch.rand(3).to(dtype)) if affine else (None, None)
+    mean, var = torch.zeros(3, dtype=dtype), torch.ones(3, dtype=dtype)
+    args = (x, weight, bias, mean, var, training, 0.1, 1e-5)
+    kept = without_running_stats(func, args, {})
+    assert (kept[3] is dtype) == training
+    first = func(*args)
+    stats = mean.clone(), var.clone()
+    again = call_again(func, list(kept), {})
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert torch.equal(mean, stats[0])
+    assert torch.equal(var, stats[1])
+
+
+def test_calling_again_writes_nothing():
+    x = torch.randn(3)
+    before = x.clone()
+    assert torch.equal(call_again(aten.mul_.Tensor, [x, torch.tensor(2.0)], {}), before * 2)
+    assert torch.equal(x, before)
+
+
+def test_views():
+    assert traits(aten.view.default).view
+    assert traits(aten.detach.default).view
+    assert not traits(aten.relu.default).view
+    assert not traits(aten.relu_.default).view

@@ -1,0 +1,471 @@
+"""Trainer configurations: each runs decomposed and recovered.
+
+Where only memory is planned, every bit is as in a plain run.
+"""
+
+import warnings
+
+import pytest
+import pytorch_lightning
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelCheckpoint
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.tuner import Tuner
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, IterableDataset
+
+from ctdr_lightning import CTDRCallback, Recovery, decompose
+from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.recovery import Phase
+from ctdr_lightning.trainer.modules import load_from_checkpoint
+from ctdr_lightning.trainer.strategies import check_strategy
+from ctdr_lightning.trainer.structure import factorized_names
+from tests import forks, parts
+
+RECOVERY = Recovery(phases=[Phase(1, "factors", lr_scale=0.5), Phase(1)], batchnorm_batches=2)
+
+
+class DictBatches(parts.Blobs):
+    def training_step(self, batch, batch_idx):
+        return super().training_step((batch["inputs"]["image"], batch["labels"][0]), batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step((batch["inputs"]["image"], batch["labels"][0]), batch_idx)
+
+
+class TwoVals(parts.Blobs):
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        super().validation_step(batch, batch_idx)
+
+
+class NoIndex(parts.Blobs):
+    def training_step(self, batch):
+        return {"loss": super().training_step(batch, 0), "more": torch.zeros(1)}
+
+
+class Configured(parts.Blobs):
+    def __init__(self):
+        super().__init__()
+        del self.net
+        self.net = None
+
+    def configure_model(self):
+        if self.net is None:
+            torch.manual_seed(3)
+            self.net = parts.Blobs().net
+
+
+class Gan(LightningModule):
+    """Two optimizers, stepped by hand; a BatchNorm generator."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64))
+        self.critic = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 1))
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        real = batch[0].flatten(1)
+        fake = self.generator(torch.randn(len(real), 16))
+        self.toggle_optimizer(second)
+        loss = self.critic(fake.detach()).mean() - self.critic(real).mean()
+        second.zero_grad()
+        self.manual_backward(loss)
+        second.step()
+        self.untoggle_optimizer(second)
+        self.toggle_optimizer(first)
+        other = -self.critic(fake).mean()
+        first.zero_grad()
+        self.manual_backward(other)
+        first.step()
+        self.untoggle_optimizer(first)
+        self.log("critic", loss)
+        self.losses += [loss.detach().clone(), other.detach().clone()]
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.generator.parameters(), 1e-3), torch.optim.SGD(self.critic.parameters(), 1e-2)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(parts.images())
+
+
+def dicts(dataset):
+    images, labels = torch.utils.data.default_collate(dataset)
+    return {"inputs": {"image": images}, "labels": [labels, "a word"]}
+
+
+def as_dicts():
+    return tuple(DataLoader(parts.images(seed=s), 8, collate_fn=dicts) for s in (0, 1))
+
+
+def streamed():
+    return DataLoader(Stream(), 8), DataLoader(Stream(), 8)
+
+
+def two_val_loaders():
+    train, val = parts.loaders()
+    return train, [val, DataLoader(parts.images(8, seed=2), 4)]
+
+
+CASES = {
+    "single device": (parts.Blobs, {}, parts.loaders),
+    "bf16-mixed": (parts.Blobs, {"precision": "bf16-mixed"}, parts.loaders),
+    "bf16-true": (parts.Blobs, {"precision": "bf16-true"}, parts.loaders),
+    "accumulation": (parts.Blobs, {"accumulate_grad_batches": 3}, parts.loaders),
+    "clipping by norm": (parts.Blobs, {"gradient_clip_val": 0.1}, parts.loaders),
+    "clipping by value": (parts.Blobs, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, parts.loaders),
+    "manual optimization, two optimizers": (Gan, {}, lambda: (parts.loaders()[0], None)),
+    "configure_model": (Configured, {}, parts.loaders),
+    "fast_dev_run": (parts.Blobs, {"fast_dev_run": 2}, parts.loaders),
+    "overfit_batches": (parts.Blobs, {"overfit_batches": 2}, parts.loaders),
+    "limits": (parts.Blobs, {"limit_train_batches": 2, "limit_val_batches": 1}, parts.loaders),
+    "max_steps": (parts.Blobs, {"max_steps": 5, "max_epochs": -1}, parts.loaders),
+    "barebones": (parts.Blobs, {"barebones": True}, parts.loaders),
+    "iterable data": (parts.Blobs, {}, streamed),
+    "nested dict batches": (DictBatches, {}, as_dicts),
+    "no batch_idx, dict output": (NoIndex, {}, parts.loaders),
+    "several val dataloaders": (TwoVals, {}, two_val_loaders),
+    "val every 2 epochs": (parts.Blobs, {"check_val_every_n_epoch": 2}, parts.loaders),
+    "val within the epoch": (parts.Blobs, {"val_check_interval": 2}, parts.loaders),
+    "no validation": (parts.Blobs, {"limit_val_batches": 0}, parts.loaders),
+    "anomaly detection": (parts.Blobs, {"detect_anomaly": True}, parts.loaders),
+    "worker processes": (parts.Blobs, {}, lambda: parts.loaders(num_workers=1)),
+    "deterministic": (parts.Blobs, {"deterministic": True}, parts.loaders),
+}  # fmt: skip
+
+
+def trained(case, *callbacks):
+    kind, options, data = CASES[case]
+    torch.manual_seed(0)
+    parts.seed_everything(0, verbose=False)
+    module = kind()
+    if options.get("barebones"):
+        options = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar")) | options
+        options |= {"enable_model_summary": None, "log_every_n_steps": None}
+    trainer = parts.fit(module, *callbacks, data=data(), **options)
+    return module, trainer
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_only_memory_is_planned_and_every_bit_is_the_same(case):
+    plain, _ = trained(case)
+    callback = CTDRCallback(rank=None, policy="sqrt", verbose=False)
+    planned, _ = trained(case, callback)
+    session = callback.memory.session
+    assert session.plan.policy == "sqrt"
+    first_steps = 0 if plain.automatic_optimization else 1  # there the optimizers make their state within the step
+    assert sum("differed" in event for event in session.events) <= first_steps
+    assert plain.losses
+    assert parts.same(plain.losses, planned.losses)
+    assert parts.same(plain.state_dict(), planned.state_dict())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_decomposed_recovered_and_planned(case):
+    callback = CTDRCallback(rank=0.5, policy="sqrt", recovery=RECOVERY, verbose=False)
+    module, trainer = trained(case, callback)
+    assert factorized_names(module)
+    assert all(torch.isfinite(loss).all() for loss in module.losses)
+    assert trainer.state.status == "finished"
+    assert "training_step" not in vars(module)
+
+
+def test_ranks_agree_when_their_weights_do_not(tmp_path):
+    def train(folder):
+        module = parts.blobs(seed=parts.rank())
+        callback = CTDRCallback(rank="energy=0.8", policy="sqrt", recovery=RECOVERY, verbose=False)
+        trainer = parts.fit(module, callback, strategy="ddp", devices=2, max_epochs=2)
+        torch.save([callback.surgeon.plan, module.state_dict()], folder / f"{trainer.global_rank}.pt")
+
+    assert forks.run(train, tmp_path, ranks=2) == [0, 0]
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert parts.same(first, second)
+    assert first[0]["layers"]
+
+
+def test_two_ranks_under_a_memory_plan_are_bit_identical_to_plain_ones(tmp_path):
+    def train(folder, name, *callbacks):
+        module = parts.blobs()
+        trainer = parts.fit(module, *callbacks, strategy="ddp", devices=2, max_epochs=2)
+        torch.save(module.state_dict(), folder / f"{name}{trainer.global_rank}.pt")
+
+    planned = CTDRCallback(rank=None, policy="sqrt", verbose=False)
+    assert (
+        forks.run(train, tmp_path, "plain", ranks=2)
+        == forks.run(train, tmp_path, "planned", planned, ranks=2)
+        == [0, 0]
+    )
+    states = [torch.load(tmp_path / f"{name}{rank}.pt") for name in ("plain", "planned") for rank in (0, 1)]
+    assert all(parts.same(states[0], state) for state in states[1:])
+
+
+class Tunable(parts.Blobs):
+    def __init__(self):
+        super().__init__()
+        self.lr, self.batch_size = 1e-3, 2
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), self.lr)
+
+    def train_dataloader(self):
+        return DataLoader(parts.images(), self.batch_size, shuffle=True)
+
+    def val_dataloader(self):
+        return DataLoader(parts.images(16, seed=1), 8)
+
+
+def test_lr_find_then_fit(tmp_path):
+    module = Tunable()
+    callback = CTDRCallback(rank=0.5, policy="sqrt", recovery=RECOVERY, verbose=False)
+    trainer = parts.quiet_trainer(callback, max_epochs=2, default_root_dir=tmp_path, log_every_n_steps=1)
+    found = Tuner(trainer).lr_find(module, num_training=8, min_lr=1e-5)
+    layers = factorized_names(module)
+    trainer.fit(module)
+    assert len(found.results["lr"]) == 8
+    assert layers == factorized_names(module) != set()
+
+
+def test_batch_size_finder_before_fit(tmp_path):
+    module = Tunable()
+    callback = CTDRCallback(rank=0.5, policy="sqrt", recovery=RECOVERY, verbose=False)
+    finder = BatchSizeFinder(max_trials=2, steps_per_trial=1)
+    trainer = parts.quiet_trainer(callback, finder, max_epochs=2, default_root_dir=tmp_path)
+    trainer.fit(module)
+    assert module.batch_size > 2
+    assert factorized_names(module)
+
+
+class Silent(parts.Blobs):
+    """Logs nothing in its step: Lightning's ``log`` cannot be compiled."""
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.losses.append(outputs["loss"].detach().clone())
+
+
+@pytest.mark.parametrize("when", ["before", "inside"])
+def test_compiled_modules_run_decomposed(when):
+    def run(wrap):
+        parts.seed_everything(0, verbose=False)
+        module = Silent(dropout=0.0)
+        parts.fit(wrap(module), CTDRCallback(rank=0.5, recovery=RECOVERY, policy="keep", verbose=False), max_epochs=2)
+        assert factorized_names(module)
+        return torch.stack(module.losses)
+
+    def inside(module):
+        module.net.compile(backend="eager")
+        return module
+
+    compiled = run(inside if when == "inside" else lambda module: torch.compile(module, backend="eager"))
+    assert torch.allclose(compiled, run(lambda module: module), atol=1e-5)
+
+
+def test_test_validate_and_predict_with_a_checkpoint(tmp_path):
+    saver = ModelCheckpoint(tmp_path, filename="run")
+    module = parts.blobs()
+    trainer = parts.fit(module, CTDRCallback(rank=0.5, policy="keep", verbose=False), saver, enable_checkpointing=True)
+    val = parts.loaders()[1]
+    wanted = parts.quiet_trainer().test(module, val, verbose=False)
+    for callbacks in (
+        [CTDRCallback(rank=0.5, policy="keep", verbose=False)],
+        [CTDRCallback(rank="vbmf", policy="keep", verbose=False)],
+    ):
+        fresh = parts.quiet_trainer(*callbacks)
+        assert fresh.test(parts.blobs(seed=4), val, ckpt_path=tmp_path / "run.ckpt", verbose=False) == wanted
+        outputs = fresh.predict(parts.blobs(seed=4), val, ckpt_path=tmp_path / "run.ckpt")
+        assert parts.same(outputs, parts.quiet_trainer().predict(module, val))
+        assert fresh.validate(parts.blobs(seed=4), val, ckpt_path=tmp_path / "run.ckpt", verbose=False)
+    assert trainer.state.status == "finished"
+
+
+def test_load_from_checkpoint_by_the_one_line_helper(tmp_path):
+    saver = ModelCheckpoint(tmp_path, filename="run")
+    module = parts.blobs(width=6)
+    parts.fit(module, CTDRCallback(rank=0.5, policy="keep", verbose=False), saver, enable_checkpointing=True)
+    loaded = load_from_checkpoint(parts.Blobs, tmp_path / "run.ckpt", width=6)
+    assert parts.same(loaded.state_dict(), module.state_dict())
+
+
+def test_vbmf_on_resume_into_an_untrained_model(tmp_path):
+    saver = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    module = parts.blobs()
+    parts.fit(
+        module,
+        CTDRCallback(rank="energy=0.6", policy="keep", verbose=False),
+        saver,
+        enable_checkpointing=True,
+        max_epochs=2,
+    )
+    again = parts.blobs(seed=7)
+    options = {"enable_checkpointing": True, "max_epochs": 2, "ckpt_path": tmp_path / "epoch=0.ckpt"}
+    parts.fit(
+        again, CTDRCallback(rank="vbmf", policy="keep", verbose=False), ModelCheckpoint(tmp_path / "b"), **options
+    )
+    assert parts.same(again.state_dict(), module.state_dict())
+
+
+class Strategy:
+    """Stands in for a strategy of that name."""
+
+
+@pytest.mark.parametrize("name", ["DeepSpeedStrategy", "FSDPStrategy", "XLAStrategy", "MyStrategy"])
+def test_a_strategy_that_does_not_work_is_refused_with_the_reason(name):
+    strategy = type(name, (Strategy,), {})()
+    with pytest.raises(ConfigError, match=name) as caught:
+        check_strategy(strategy, cuts=True, changes=False, allow_untested=False)
+    assert "allow_untested=True" in caught.value.hint
+    with pytest.warns(UserWarning, match="not tested"):
+        check_strategy(strategy, cuts=True, changes=False, allow_untested=True)
+
+
+def test_sharding_strategies_are_told_what_to_do_instead():
+    strategy = type("ModelParallelStrategy", (Strategy,), {})()
+    with pytest.raises(ConfigError, match="rank") as caught:
+        check_strategy(strategy, cuts=True, changes=False, allow_untested=True)
+    assert "configure_model" in caught.value.hint
+    with pytest.raises(ConfigError, match="recovery"):
+        check_strategy(strategy, cuts=False, changes=True, allow_untested=True)
+    check_strategy(strategy, cuts=False, changes=False, allow_untested=False)
+
+
+def test_pytorch_lightning_as_well():
+    class Module(pytorch_lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = parts.blobs().net
+            self.losses = []
+
+        def training_step(self, batch, batch_idx):
+            loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+            self.log("loss", loss)
+            self.losses.append(loss.detach())
+            return loss
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), 1e-3)
+
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    recovery = Recovery(monitor="val_loss", mode="min", reference="measure", cut_epochs=[0, 1], phases=[Phase(1)])
+    callback = CTDRCallback(rank=0.5, policy="sqrt", recovery=recovery, verbose=False)
+    trainer = pytorch_lightning.Trainer(max_epochs=2, accelerator="cpu", callbacks=[callback], **quiet)
+    module = Module()
+    trainer.fit(module, *parts.loaders())
+    assert factorized_names(module)
+    assert callback.coach.progress.reference is not None
+    assert trainer.callback_metrics["ctdr/compression"] > 1
+
+
+CLI_CONFIG = """
+trainer:
+  accelerator: cpu
+  max_epochs: 1
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  callbacks:
+    - class_path: ctdr_lightning.CTDRCallback
+      init_args:
+        rank: {"net.3": 0.25, "net.*": energy=0.9}
+        policy: sqrt
+        memory_budget: 1GiB
+        verbose: false
+        recovery:
+          phases:
+            - {epochs: 1, train: factors, lr_scale: 0.5, warmup_epochs: 0.5}
+          monitor: val_loss
+          mode: min
+          reference: measure
+model:
+  width: 8
+"""
+
+
+class Data(LightningDataModule):
+    def train_dataloader(self):
+        return parts.loaders()[0]
+
+    def val_dataloader(self):
+        return parts.loaders()[1]
+
+
+def test_lightning_cli_with_the_callback_in_yaml(tmp_path, monkeypatch):
+    config = tmp_path / "config.yaml"
+    config.write_text(CLI_CONFIG)
+    monkeypatch.chdir(tmp_path)
+    cli = LightningCLI(parts.Blobs, Data, args=["fit", "--config", str(config)], save_config_callback=None)
+    callback = next(c for c in cli.trainer.callbacks if isinstance(c, CTDRCallback))
+    assert callback.options.rank == {"net.3": 0.25, "net.*": "energy=0.9"}
+    assert callback.options.recovery.phases == (Phase(1, "factors", 0.5, 0.5),)
+    assert factorized_names(cli.model)
+
+
+def test_16_mixed_runs_where_the_cpu_has_it_or_lightning_says_why_not():
+    callback = CTDRCallback(rank=0.5, policy="sqrt", recovery=RECOVERY, verbose=False)
+    module = parts.blobs()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer = parts.fit(module, callback, precision="16-mixed")
+    assert factorized_names(module)
+    assert trainer.precision == "16-mixed" or any("16" in str(w.message) for w in said)
+
+
+def shard(folder, name, *callbacks):
+    """Two ranks, FSDP2 units made in ``configure_model``, layers decomposed there first."""
+
+    class Sharded(parts.Blobs):
+        def configure_model(self):
+            if not any("tucker" in key for key in self.state_dict()):
+                decompose(self, rank=0.5, select=["net.3", "net.7"], progress=False)
+                for index in (3, 7):
+                    fully_shard(self.net[index], mesh=self.device_mesh["data_parallel"])
+                fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=2e-3)
+
+    module = Sharded()
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")
+    data = parts.loaders(batch_size=2)[0], None
+    trainer = parts.fit(module, *callbacks, data=data, strategy=strategy, devices=2, max_epochs=2)
+    torch.save(module.losses, folder / f"{name}{trainer.global_rank}.pt")
+    if callbacks:
+        session = callbacks[0].memory.session
+        assert session.plan is not None
+        assert session.events[-1].startswith("Policy sqrt"), session.events
+
+
+def test_fsdp2_through_model_parallel_strategy(tmp_path):
+    planned = CTDRCallback(rank=None, policy="sqrt", verbose=False)
+    assert forks.run(shard, tmp_path, "plain", ranks=2) == [0, 0]
+    assert forks.run(shard, tmp_path, "planned", planned, ranks=2) == [0, 0]
+    for rank in (0, 1):
+        assert parts.same(torch.load(tmp_path / f"plain{rank}.pt"), torch.load(tmp_path / f"planned{rank}.pt"))
+
+
+def test_a_compiled_step_is_told_what_cannot_be_done():
+    compiled = torch.compile(Silent(), backend="eager")
+    with pytest.warns(UserWarning, match="partitioner"):
+        parts.fit(compiled, CTDRCallback(rank=0.5, policy="sqrt", verbose=False), max_epochs=1)
+    recovery = Recovery(distill={"module": "net"})
+    with pytest.raises(ConfigError, match="compiled"):
+        parts.fit(
+            torch.compile(Silent(), backend="eager"), CTDRCallback(recovery=recovery, policy="keep", verbose=False)
+        )
