@@ -23,7 +23,7 @@ from benchmarks.nets import NETS, net_r, net_t, vision
 from benchmarks.peak import step_peak_bytes
 from ctdr_lightning.memory import KEEP, RECOMPUTE, RECOMPUTE_EACH, Plan, Tape, Trace, plan, record, record_fake
 from ctdr_lightning.memory.planner import make_plan
-from ctdr_lightning.memory.plans.plan import Actions
+from ctdr_lightning.memory.plans.actions import Actions
 from ctdr_lightning.memory.recorder.recorder import Recorder
 from ctdr_lightning.memory.tape.online import Evictor
 

@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.nets import BasicBlock, net_rn18
 from benchmarks.peak import cpu_peak_bytes
 from ctdr_lightning import Plan, Tape, decompose, record
-from ctdr_lightning.evaluate.measure import storage_bytes
 from ctdr_lightning.joint.promise import dense_step_seconds, promise
+from ctdr_lightning.memory.values.tensors import storage_bytes
 
 MIB = 2**20
 

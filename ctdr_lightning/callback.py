@@ -16,11 +16,12 @@ from ctdr_lightning.trainer.modules import is_compiled, overrides
 from ctdr_lightning.trainer.options import Options, read_state
 from ctdr_lightning.trainer.randomness import Randomness
 from ctdr_lightning.trainer.reports.loggers import log_scalars
-from ctdr_lightning.trainer.reports.monitor import Monitor, peak_flops
+from ctdr_lightning.trainer.reports.monitor import Monitor
 from ctdr_lightning.trainer.reports.reporter import Reporter
 from ctdr_lightning.trainer.strategies import check_callbacks, check_compiled, check_strategy, is_sharded
 from ctdr_lightning.trainer.structure import factorized_names, match_structure
 from ctdr_lightning.trainer.surgeon import Surgeon
+from ctdr_lightning.trainer.training_step.device import peak_flops
 from ctdr_lightning.trainer.training_step.memory_stage import MemoryStage
 from ctdr_lightning.trainer.training_step.retry import is_out_of_memory
 from ctdr_lightning.trainer.training_step.step_runner import StepEngine

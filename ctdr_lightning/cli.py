@@ -27,8 +27,8 @@ from ctdr_lightning.basics.errors import ConfigError, CTDRError
 from ctdr_lightning.basics.files import write_text
 from ctdr_lightning.basics.units import format_bytes, format_seconds
 from ctdr_lightning.decomposition import METHODS, decompose
-from ctdr_lightning.evaluate.measure import storage_bytes
 from ctdr_lightning.memory import POLICIES, Plan, max_batch, plan, record_fake, simulate
+from ctdr_lightning.memory.values.tensors import storage_bytes
 
 _STATES = {"adam": 2, "sgd": 0, "momentum": 1}
 

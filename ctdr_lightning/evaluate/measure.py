@@ -7,7 +7,6 @@ allocation and release, temporaries of the kernels included.
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
+
+from ctdr_lightning.memory.recorder.profiler import memory_profiler
+from ctdr_lightning.memory.values.tensors import storage_bytes
 
 _MARK = "ctdr::measured_step"
 
@@ -87,12 +89,6 @@ class MemoryProfile:
         return MemoryUse(tuple((when - start_ns) / 1e9 for when, _ in curve), tuple(level for _, level in curve))
 
 
-def memory_profiler() -> profile:
-    """Return a profiler of CPU memory that does not log its starts and stops, unless the user asked for such logs."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-
-
 def measure_memory(step: Callable[[], object], remaining: Callable[[], Iterable[Tensor]]) -> MemoryUse:
     """Measure the live bytes over a step on the CPU.
 
@@ -152,12 +148,6 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
     yield from model.buffers()
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages behind ``tensors``."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
 
 
 def _on_cpu(event: Any) -> bool:

@@ -15,7 +15,8 @@ from ctdr_lightning.decomposition.choose.stopwatch import Job, step_seconds
 from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer
 from ctdr_lightning.decomposition.shapes.layer_kinds import is_channels_last, weight_of
 from ctdr_lightning.memory.planner import plan
-from ctdr_lightning.memory.plans.plan import Actions, Plan
+from ctdr_lightning.memory.plans.actions import Actions
+from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.policies import Budget
 from ctdr_lightning.memory.traces.trace import OpRecord, Trace
 

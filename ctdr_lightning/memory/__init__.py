@@ -2,7 +2,8 @@
 
 from ctdr_lightning.memory.largest_batch import LargestBatch, max_batch
 from ctdr_lightning.memory.planner import plan
-from ctdr_lightning.memory.plans.plan import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action, Plan
+from ctdr_lightning.memory.plans.actions import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action
+from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.policies import POLICIES, Budget
 from ctdr_lightning.memory.recorder.fake import record_fake
 from ctdr_lightning.memory.recorder.recorder import Recorder, record

@@ -10,15 +10,16 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from ctdr_lightning.basics.devices import DeviceModel
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.progress_bar import track
 from ctdr_lightning.basics.units import format_bytes, parse_bytes
 from ctdr_lightning.memory.bounds.lower_bound import floor_bytes
 from ctdr_lightning.memory.planner import plan
-from ctdr_lightning.memory.plans.plan import Actions, Plan
+from ctdr_lightning.memory.plans.actions import Actions
+from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.policies import POLICIES, Budget
 from ctdr_lightning.memory.recorder.fake import record_fake
-from ctdr_lightning.memory.recorder.op_seconds import DeviceModel
 from ctdr_lightning.memory.simulator.simulator import Simulator
 from ctdr_lightning.memory.traces.trace import Trace
 

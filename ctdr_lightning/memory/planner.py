@@ -10,7 +10,9 @@ import torch
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.units import parse_bytes
 from ctdr_lightning.memory.bounds.lower_bound import lower_bound_seconds
-from ctdr_lightning.memory.plans.plan import Actions, Decision, Plan, action_of, write_script
+from ctdr_lightning.memory.plans.actions import Actions, action_of
+from ctdr_lightning.memory.plans.plan import Decision, Plan
+from ctdr_lightning.memory.plans.script import write_script
 from ctdr_lightning.memory.policies import POLICIES, Budget
 from ctdr_lightning.memory.search.infeasible import infeasible
 from ctdr_lightning.memory.simulator.simulator import Simulator

@@ -2,14 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from ctdr_lightning.evaluate.measure import (
-    MemoryUse,
-    measure_memory,
-    measure_seconds,
-    one_thread,
-    storage_bytes,
-    training_tensors,
-)
+from ctdr_lightning.evaluate.measure import MemoryUse, measure_memory, measure_seconds, one_thread, training_tensors
+from ctdr_lightning.memory.values.tensors import storage_bytes
 
 KIB = 1024
 

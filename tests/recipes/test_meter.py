@@ -5,7 +5,8 @@ import torch
 from lightning import Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
-from ctdr_lightning.evaluate.measure import storage_bytes, training_tensors
+from ctdr_lightning.evaluate.measure import training_tensors
+from ctdr_lightning.memory.values.tensors import storage_bytes
 from recipes.classifier import Classifier, cnn
 from recipes.meter import StepMeter
 

@@ -21,7 +21,7 @@ PACKAGE = sorted((ROOT / "ctdr_lightning").rglob("*.py"))
 PRODUCT = PACKAGE + sorted((ROOT / "recipes").rglob("*.py")) + sorted((ROOT / "benchmarks").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 CORE = [path for path in PACKAGE if {"basics", "decomposition", "evaluate", "joint", "memory"} & set(path.parts)]
-MOST_LINES_IN_A_FILE = 300
+MOST_LINES_IN_A_FILE = 400
 MOST_LINES_IN_A_FUNCTION = 50
 
 

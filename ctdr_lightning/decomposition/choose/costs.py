@@ -24,7 +24,7 @@ from ctdr_lightning.decomposition.shapes.geometry import Geometry
 from ctdr_lightning.decomposition.shapes.layer_kinds import is_channels_last, weight_of
 
 if TYPE_CHECKING:
-    from ctdr_lightning.memory.recorder.op_seconds import DeviceModel
+    from ctdr_lightning.basics.devices import DeviceModel
 
 OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "rmsprop": 1, "adam": 2, "adamw": 2}
 _TOLERANCE = 1.05
@@ -166,7 +166,7 @@ def predicted_seconds(layer: Layer, candidate: Candidate | None) -> float:
 
 
 def _device(device: torch.device) -> DeviceModel:
-    from ctdr_lightning.memory.recorder.op_seconds import DEVICES, device_model  # only predictions need the memory half
+    from ctdr_lightning.basics.devices import DEVICES, device_model  # only predictions need the memory half
 
     if device.type != "cuda":
         return device_model()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,61 +11,11 @@ from ctdr_lightning.basics.documents import parse_document, read_record
 from ctdr_lightning.basics.errors import CheckpointError
 from ctdr_lightning.basics.files import write_text
 from ctdr_lightning.basics.units import format_bytes, format_seconds
-from ctdr_lightning.memory.tape.sleeper import Regions
-from ctdr_lightning.memory.traces.trace import OpRecord, Trace
-from ctdr_lightning.memory.values.op_traits import TRACKED_VIEWS
+from ctdr_lightning.memory.plans.actions import KINDS, Action
+from ctdr_lightning.memory.plans.regions import Regions
+from ctdr_lightning.memory.plans.script import STAYS, ScriptLine
 
 PLAN_VERSION = 2
-KINDS = ("keep", "recompute", "offload", "compress")
-STAYS = {"kept", "no", "awaited", "needed"}
-
-
-@dataclass(frozen=True, slots=True)
-class Action:
-    """What happens to one value.
-
-    Attributes:
-        kind: ``"keep"``, ``"recompute"``, ``"offload"`` or ``"compress"``.
-        cache: Recompute only: hold the value after its first replay for its next use (speed-centric), or make it again
-            each
-            time (memory-centric).
-        holder: Where an offloaded or compressed value waits.
-    """
-
-    kind: str
-    cache: bool = True
-    holder: str = ""
-
-
-KEEP = Action("keep")
-RECOMPUTE = Action("recompute")
-RECOMPUTE_EACH = Action("recompute", cache=False)
-Actions = Mapping[int, Action]
-
-
-@dataclass(frozen=True, slots=True)
-class ScriptLine:
-    """What the tape does at one forward op.
-
-    Attributes:
-        op: Name of the op that is expected.
-        shape: Shape of its first output, to notice a step that differs.
-        replay: Whether its outputs are dropped and made again by running it once more.
-        stays: For each output of a replayed op: ``"kept"`` (held from the start), or whether it stays once replayed:
-            ``"no"``,
-            ``"awaited"`` (for as long as autograd awaits it) or ``"needed"`` (for as long as any replay may read it).
-        saves: Whether autograd saves, between this op and the next, anything that is dropped.
-        region: How many forwards of modules have begun before it; -1 where that is not known.
-        writes: Whether it writes over something in a storage that a replay reads.
-    """
-
-    op: str
-    shape: tuple[int, ...]
-    replay: bool = False
-    stays: tuple[str, ...] = ()
-    saves: bool = True
-    region: int = -1
-    writes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,79 +140,3 @@ class Plan:
             if not set(line.stays) <= STAYS:
                 raise ValueError(f"stays {line.stays!r}")
         self.explain()
-
-
-def action_of(trace: Trace, actions: Actions, value: int) -> Action:
-    """A value's action: as given, else keep for what autograd saved; what it did not is made again each time.
-
-    Values that may not be recomputed are kept whatever is asked; those that are written over cannot be held.
-    """
-    if value not in trace.droppable:
-        return KEEP
-    given = actions.get(value)
-    if given is not None:
-        return RECOMPUTE if given.kind == "keep" and value in trace.fleeting else given
-    return KEEP if trace.values[value].saves else RECOMPUTE_EACH
-
-
-def dropped_values(trace: Trace, actions: Actions) -> set[int]:
-    """Every value that a plan makes again: what it drops, and what is needed on the way back to what it keeps."""
-    stack = [v for v in trace.saved if action_of(trace, actions, v).kind == "recompute"]
-    found: set[int] = set()
-    while stack:
-        value = stack.pop()
-        if value in found or action_of(trace, actions, value).kind != "recompute":
-            continue
-        found.add(value)
-        stack.extend(trace.ops[trace.values[value].op].inputs)
-    return found
-
-
-def write_script(trace: Trace, actions: Actions) -> tuple[ScriptLine, ...]:
-    """What the tape does at each forward op so that exactly the plan's values are dropped."""
-    dropped = dropped_values(trace, actions)
-    saving, written = _saving_ops(trace, dropped), _writing_ops(trace, dropped)
-    lines = []
-    for place, index in enumerate(trace.forward_ops):
-        op, saves, writes = trace.ops[index], place in saving, index in written
-        first = op.outputs[0] if op.outputs else -1
-        shape = trace.values[first].shape if first >= 0 and trace.values[first].op == index else ()
-        if dropped.isdisjoint(op.outputs) or _is_plain_view(trace, op):
-            lines.append(ScriptLine(op.name, shape, saves=saves, region=op.region, writes=writes))
-        else:
-            stays = tuple(_stays(trace, actions, v) for v in op.outputs)
-            lines.append(ScriptLine(op.name, shape, True, stays, saves, op.region, writes))
-    return tuple(lines)
-
-
-def _is_plain_view(trace: Trace, op: OpRecord) -> bool:
-    """Whether the tape finds what the op makes by itself: a view of something that was not written in place."""
-    if op.name not in TRACKED_VIEWS:
-        return False
-    record = trace.values[op.outputs[0]]
-    return record.op >= 0 and trace.storages[record.storage].born == trace.ops[record.op].tick
-
-
-def _saving_ops(trace: Trace, values: set[int]) -> set[int]:
-    """Places in the forward after which autograd saves one of the values."""
-    ticks = [trace.ops[index].tick for index in trace.forward_ops]
-    return {bisect_right(ticks, save.packed) - 1 for v in values for save in trace.values[v].saves}
-
-
-def _writing_ops(trace: Trace, dropped: set[int]) -> set[int]:
-    """Ops that write over something in a storage which a replay reads or makes."""
-    read = {source for v in dropped for source in trace.ops[trace.values[v].op].inputs}
-    places = {trace.values[v].storage for v in read | dropped}
-    written = (v for v in trace.values if v.storage in places and v.op >= 0)
-    return {v.op for v in written if trace.storages[v.storage].born != trace.ops[v.op].tick}
-
-
-def _stays(trace: Trace, actions: Actions, value: int) -> str:
-    if value < 0:
-        return "no"
-    action = action_of(trace, actions, value)
-    if action.kind != "recompute":
-        return "kept"
-    if not action.cache:
-        return "no"
-    return "awaited" if trace.values[value].saves else "needed"

@@ -3,7 +3,8 @@
 from importlib import import_module
 from pkgutil import iter_modules
 
-from ctdr_lightning.memory.policies.registry import POLICIES, Budget, Policy
+from ctdr_lightning.memory.plans.budget import Budget
+from ctdr_lightning.memory.policies.registry import POLICIES, Policy
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")

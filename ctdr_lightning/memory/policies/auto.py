@@ -16,8 +16,9 @@ from dataclasses import replace
 
 from ctdr_lightning.basics.errors import CTDRError
 from ctdr_lightning.basics.remembered import Remembered
-from ctdr_lightning.memory.plans.plan import Actions
-from ctdr_lightning.memory.policies.registry import POLICIES, Budget
+from ctdr_lightning.memory.plans.actions import Actions
+from ctdr_lightning.memory.plans.budget import Budget
+from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.frontier import Frontier, Point
 from ctdr_lightning.memory.search.local_search import Search
 from ctdr_lightning.memory.simulator.simulator import Simulator

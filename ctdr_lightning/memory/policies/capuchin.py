@@ -18,8 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ctdr_lightning.memory.plans.plan import RECOMPUTE, Actions
-from ctdr_lightning.memory.policies.registry import POLICIES, Budget
+from ctdr_lightning.memory.plans.actions import RECOMPUTE, Actions
+from ctdr_lightning.memory.plans.budget import Budget
+from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.best_candidate import choose
 from ctdr_lightning.memory.simulator.simulator import Simulator
 from ctdr_lightning.memory.traces.trace import Trace

@@ -21,12 +21,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ctdr_lightning.memory.plans.plan import RECOMPUTE, RECOMPUTE_EACH, Action, Actions
-from ctdr_lightning.memory.policies.registry import POLICIES, Budget
+from ctdr_lightning.memory.plans.actions import RECOMPUTE, RECOMPUTE_EACH, Action, Actions
+from ctdr_lightning.memory.plans.budget import Budget
+from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.best_candidate import choose
-from ctdr_lightning.memory.simulator.effect import layout_of
+from ctdr_lightning.memory.search.evicted import SMALL_SHARE, EvictedSet
 from ctdr_lightning.memory.simulator.simulator import Simulator
-from ctdr_lightning.memory.tape.online import SMALL_SHARE, EvictedSet
+from ctdr_lightning.memory.simulator.trace_index import index_of
 from ctdr_lightning.memory.traces.trace import Trace
 
 TIGHTER = 0.93
@@ -69,11 +70,11 @@ class Projection:
     """
 
     def __init__(self, trace: Trace, plain: Simulator, budget_bytes: int) -> None:
-        layout = self._layout = layout_of(trace)
+        index = self._index = index_of(trace)
         self._trace = trace
         self._budget_bytes = budget_bytes
-        self._values = [v for v in trace.saved if layout.droppable[v]]
-        self._bytes = {v: layout.n_bytes[v] for v in self._values}
+        self._values = [v for v in trace.saved if index.droppable[v]]
+        self._bytes = {v: index.n_bytes[v] for v in self._values}
         self._others = self._without(plain.bytes_at())
         self._last: dict[int, int] = {}
         self._here: set[int] = set()
@@ -94,24 +95,24 @@ class Projection:
         """Live bytes besides the values that can be evicted."""
         steps = np.zeros(len(plain) + 2, dtype=np.int64)
         for value in self._values:
-            steps[self._trace.ops[self._layout.op_of[value]].tick] += self._bytes[value]
+            steps[self._trace.ops[self._index.op_of[value]].tick] += self._bytes[value]
             steps[self._end(value) + 1] -= self._bytes[value]
         return plain - np.cumsum(steps)[: len(plain)]
 
     def _end(self, value: int) -> int:
-        return min(max(self._layout.released[value], self._layout.alive_until[value]), self._trace.n_ticks)
+        return min(max(self._index.released[value], self._index.alive_until[value]), self._trace.n_ticks)
 
     def _events(self) -> dict[int, list[tuple[str, int]]]:
         """What happens to values at each tick."""
         events: dict[int, list[tuple[str, int]]] = defaultdict(list)
-        layout = self._layout
+        index = self._index
         for op in self._trace.forward_ops:
             tick = self._trace.ops[op].tick
-            events[tick] += [("use", v) for v in layout.sources[op]]
-            events[tick] += [("make", v) for v in layout.made[op] if layout.droppable[v]]
-        for value, droppable in enumerate(layout.droppable):
-            if droppable and not layout.saved[value]:
-                events[layout.alive_until[value] + 1].append(("die", value))
+            events[tick] += [("use", v) for v in index.sources[op]]
+            events[tick] += [("make", v) for v in index.made[op] if index.droppable[v]]
+        for value, droppable in enumerate(index.droppable):
+            if droppable and not index.saved[value]:
+                events[index.alive_until[value] + 1].append(("die", value))
         for value in self._values:
             asked = [(t, "ask") for save in self._trace.values[value].saves for t in save.unpacked]
             for tick, kind in (*asked, (self._end(value) + 1, "end")):
@@ -138,8 +139,8 @@ class Projection:
 
     def _leave(self, value: int) -> None:
         """A value is evicted, or an unsaved one dies: its cost joins that of its evicted neighbourhood."""
-        cost = self._evicted[value] = EvictedSet(self._layout.seconds[self._layout.op_of[value]])
-        for near in self._layout.near[value]:
+        cost = self._evicted[value] = EvictedSet(self._index.seconds[self._index.op_of[value]])
+        for near in self._index.near[value]:
             if near in self._evicted:
                 cost.join(self._evicted[near])
 
@@ -149,11 +150,11 @@ class Projection:
         seen: set[int] = set()
         while stack:
             current = stack.pop()
-            there = current in self._here or self._layout.alive_until[current] >= tick
-            if current in seen or there or not self._layout.droppable[current]:
+            there = current in self._here or self._index.alive_until[current] >= tick
+            if current in seen or there or not self._index.droppable[current]:
                 continue
             seen.add(current)
-            stack.extend(self._layout.sources[self._layout.op_of[current]])
+            stack.extend(self._index.sources[self._index.op_of[current]])
         for current in seen & self._bytes.keys():
             self._again.setdefault(current, RECOMPUTE)
             self._come(current)
@@ -171,14 +172,14 @@ class Projection:
             self._again[victim] = RECOMPUTE_EACH if victim in self._again else RECOMPUTE
 
     def _choose(self, tick: int) -> int | None:
-        found = [v for v in self._here if self._layout.alive_until[v] < tick]
+        found = [v for v in self._here if self._index.alive_until[v] < tick]
         if not found:
             return None
         least = SMALL_SHARE * sum(self._bytes[v] for v in found) / len(found)
         return min((v for v in found if self._bytes[v] >= least), key=lambda v: (self._score(v), v))
 
     def _score(self, value: int) -> float:
-        cost = self._layout.seconds[self._layout.op_of[value]]
-        roots = {id(r): r for n in self._layout.near[value] if n in self._evicted for r in (self._evicted[n].root(),)}
+        cost = self._index.seconds[self._index.op_of[value]]
+        roots = {id(r): r for n in self._index.near[value] if n in self._evicted for r in (self._evicted[n].root(),)}
         cost += sum(root.cost for root in roots.values())
         return cost / (max(self._bytes[value], 1) * (self._now - self._last[value] + 1))

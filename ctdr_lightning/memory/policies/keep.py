@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ctdr_lightning.memory.plans.plan import Actions
-from ctdr_lightning.memory.policies.registry import POLICIES, Budget
+from ctdr_lightning.memory.plans.actions import Actions
+from ctdr_lightning.memory.plans.budget import Budget
+from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.traces.trace import Trace
 
 

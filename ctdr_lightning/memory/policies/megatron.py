@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ctdr_lightning.memory.plans.plan import KEEP, RECOMPUTE, Actions
-from ctdr_lightning.memory.policies.registry import POLICIES, Budget
+from ctdr_lightning.memory.plans.actions import KEEP, RECOMPUTE, Actions
+from ctdr_lightning.memory.plans.budget import Budget
+from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.best_candidate import choose
 from ctdr_lightning.memory.traces.op_kinds import is_attention_core, is_cheap, is_weighted
 from ctdr_lightning.memory.traces.trace import OpRecord, Trace

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
-from ctdr_lightning.memory.plans.plan import Actions
-from ctdr_lightning.memory.policies.registry import POLICIES, Budget
+from ctdr_lightning.memory.plans.actions import Actions
+from ctdr_lightning.memory.plans.budget import Budget
+from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.policies.sqrt import segment_actions
 from ctdr_lightning.memory.search.best_candidate import choose
 from ctdr_lightning.memory.search.chain import Chain, find_chain

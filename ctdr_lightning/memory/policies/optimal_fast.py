@@ -17,9 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ctdr_lightning.memory.plans.plan import Actions
+from ctdr_lightning.memory.plans.actions import Actions
+from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.optimal import MOST_STAGES, Sizes, Subset, judge, prefix_bytes, walk
-from ctdr_lightning.memory.policies.registry import POLICIES, Budget
+from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.chain import find_chain
 from ctdr_lightning.memory.traces.trace import Trace
 

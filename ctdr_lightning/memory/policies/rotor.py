@@ -25,8 +25,9 @@ from typing import Any
 import numpy as np
 
 from ctdr_lightning.memory.bounds.staged_program import lives_of
-from ctdr_lightning.memory.plans.plan import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action, Actions
-from ctdr_lightning.memory.policies.registry import POLICIES, Budget
+from ctdr_lightning.memory.plans.actions import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action, Actions
+from ctdr_lightning.memory.plans.budget import Budget
+from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.best_candidate import choose
 from ctdr_lightning.memory.search.chain import Chain, find_chain
 from ctdr_lightning.memory.simulator.simulator import Simulator

@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ctdr_lightning.memory.plans.plan import Action, Actions
-from ctdr_lightning.memory.policies.registry import POLICIES, Budget
+from ctdr_lightning.memory.plans.actions import Action, Actions
+from ctdr_lightning.memory.plans.budget import Budget
+from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.chain import Chain, find_chain
 from ctdr_lightning.memory.traces.trace import Trace
 

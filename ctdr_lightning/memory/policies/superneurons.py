@@ -17,10 +17,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 
-from ctdr_lightning.memory.plans.plan import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action, Actions
-from ctdr_lightning.memory.policies.registry import POLICIES, Budget
+from ctdr_lightning.memory.plans.actions import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action, Actions
+from ctdr_lightning.memory.plans.budget import Budget
+from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.best_candidate import choose
-from ctdr_lightning.memory.simulator.effect import layout_of
+from ctdr_lightning.memory.simulator.trace_index import index_of
 from ctdr_lightning.memory.traces.op_kinds import is_cheap
 from ctdr_lightning.memory.traces.trace import Trace
 
@@ -46,7 +47,7 @@ def superneurons(trace: Trace, budget: Budget) -> Actions:
 
 def cheap_segments(trace: Trace) -> list[list[int]]:
     """The values between checkpoints: what cheap ops make, connected through the ops that make them."""
-    near = layout_of(trace).near
+    near = index_of(trace).near
     left = {v for v in trace.droppable if is_cheap(trace.ops[trace.values[v].op])}
     segments = []
     for first in sorted(left):

@@ -1,112 +1,37 @@
 """Seconds without a device: a roofline model of a named GPU or of this machine's processor.
 
 Williams et al., CACM 2009. An op takes the larger of its arithmetic time and its memory time, and never less than a
-launch. Rates are sustained, not peak: about 60 % of the vendors' figures for arithmetic, 80 % for memory.
+launch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import lru_cache
-from time import perf_counter
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
-from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.basics.devices import DeviceModel
 from ctdr_lightning.memory.values.op_traits import traits
+from ctdr_lightning.memory.values.tensors import tensors_in
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceModel:
-    """Sustained rates of a device.
+def op_seconds(device: DeviceModel, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+    """How long one call takes on the device.
 
-    Attributes:
-        name: What it is called.
-        flops32_per_s: Rate of fp32 (TF32 where the device has it) arithmetic.
-        flops16_per_s: Rate of bf16 and fp16 arithmetic.
-        bytes_per_s: Memory bandwidth.
-        launch_s: Least time of one op.
-        memory_bytes: Memory of the device.
+    Args:
+        device: The device's sustained rates.
+        func: The op.
+        args: Its arguments; tensors may be fake.
+        kwargs: Its keyword arguments.
+        out: Its result: a tensor or several.
     """
-
-    name: str
-    flops32_per_s: float
-    flops16_per_s: float
-    bytes_per_s: float
-    launch_s: float = 4e-6
-    memory_bytes: int = 0
-
-    def seconds(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
-        """How long one call takes on the device."""
-        if traits(func).view:
-            return 0.0
-        outs = list(_tensors(out if type(out) in (tuple, list) else (out,)))
-        count = flop_registry.get(func._overloadpacket)
-        flops = count(*args, **kwargs, out_val=out) if count is not None else 0
-        moved = sum(t.nbytes for t in (*_tensors((*args, *kwargs.values())), *outs))
-        half = bool(outs) and outs[0].element_size() <= 2
-        rate = self.flops16_per_s if half else self.flops32_per_s
-        return max(self.launch_s, flops / rate, moved / self.bytes_per_s)
-
-
-def _tensors(args: Iterable[Any]) -> Iterable[Tensor]:
-    for arg in args:
-        if isinstance(arg, Tensor):
-            yield arg
-        elif type(arg) in (list, tuple):
-            yield from (a for a in arg if isinstance(a, Tensor))
-
-
-_T, _G = 1e12, 2**30
-DEVICES = {
-    m.name: m
-    for m in (
-        DeviceModel("v100", 9 * _T, 65 * _T, 0.75e12, memory_bytes=16 * _G),
-        DeviceModel("t4", 5 * _T, 35 * _T, 0.25e12, memory_bytes=16 * _G),
-        DeviceModel("rtx3090", 20 * _T, 60 * _T, 0.75e12, memory_bytes=24 * _G),
-        DeviceModel("rtx4090", 50 * _T, 100 * _T, 0.8e12, memory_bytes=24 * _G),
-        DeviceModel("l4", 30 * _T, 70 * _T, 0.25e12, memory_bytes=24 * _G),
-        DeviceModel("a10g", 20 * _T, 45 * _T, 0.48e12, memory_bytes=24 * _G),
-        DeviceModel("a100", 90 * _T, 190 * _T, 1.6e12, memory_bytes=80 * _G),
-        DeviceModel("h100", 250 * _T, 600 * _T, 2.7e12, memory_bytes=80 * _G),
-        DeviceModel("h200", 250 * _T, 600 * _T, 3.9e12, memory_bytes=141 * _G),
-    )
-}
-
-
-def device_model(name: str | None = None) -> DeviceModel:
-    """A device's rates by name; without a name, this machine's processor, measured once.
-
-    Raises:
-        ConfigError: When the name is not in the table.
-    """
-    if name is None or name == "cpu":
-        return _measured_processor()
-    if name.lower() not in DEVICES:
-        raise ConfigError(f"device {name!r} is not in the table.", f"Valid names: cpu, {', '.join(sorted(DEVICES))}.")
-    return DEVICES[name.lower()]
-
-
-@lru_cache(maxsize=1)
-def _measured_processor() -> DeviceModel:
-    with torch.no_grad(), _disable_current_modes():
-        matrix, vector = torch.ones(384, 384), torch.ones(2**22)
-        flops = 2 * 384**3 / _best(lambda: matrix @ matrix)
-        moved = 2 * vector.nbytes / _best(lambda: vector + 1)
-        launch_s = _best(lambda: vector[:1] + 1)
-    return DeviceModel("cpu", flops, flops / 2, moved, launch_s)
-
-
-def _best(call: Any, repeats: int = 7) -> float:
-    times = []
-    for _ in range(repeats):
-        start = perf_counter()
-        call()
-        times.append(perf_counter() - start)
-    return min(times)
+    if traits(func).view:
+        return 0.0
+    outs = list(tensors_in(out if type(out) in (tuple, list) else (out,)))
+    count = flop_registry.get(func._overloadpacket)
+    flops = count(*args, **kwargs, out_val=out) if count is not None else 0
+    moved = sum(t.nbytes for t in (*tensors_in((*args, *kwargs.values())), *outs))
+    half = bool(outs) and outs[0].element_size() <= 2
+    rate = device.flops16_per_s if half else device.flops32_per_s
+    return max(device.launch_s, flops / rate, moved / device.bytes_per_s)

@@ -7,6 +7,7 @@ policy evicts at the same time, so that even the first step cannot run out of me
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from time import perf_counter
 from types import TracebackType
@@ -19,8 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ctdr_lightning.basics.devices import DeviceModel, device_model
 from ctdr_lightning.basics.errors import ConfigError
-from ctdr_lightning.memory.recorder.op_seconds import DeviceModel, device_model
+from ctdr_lightning.memory.recorder.op_seconds import op_seconds
 from ctdr_lightning.memory.recorder.step_log import LoggedHandle, StepLog
 from ctdr_lightning.memory.recorder.workspace import WorkspaceProbe
 from ctdr_lightning.memory.tape.clock import Clock, CpuClock, CudaClock, ModelClock
@@ -125,7 +127,7 @@ class Recorder(TorchDispatchMode):
         if isinstance(tensor, FakeTensor):
             self._device = tensor.fake_device.type
             self._probe = WorkspaceProbe(fake=True) if self._device == "cpu" else None
-            self._clock = ModelClock((self._model or device_model()).seconds)
+            self._clock = ModelClock(partial(op_seconds, self._model or device_model()))
         elif tensor is not None:
             self._device = tensor.device.type
             self._clock = CudaClock() if tensor.is_cuda else CpuClock()

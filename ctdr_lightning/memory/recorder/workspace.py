@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ctdr_lightning.evaluate.measure import memory_profiler
+from ctdr_lightning.memory.recorder.profiler import memory_profiler
 from ctdr_lightning.memory.values.op_traits import traits
 from ctdr_lightning.memory.values.tensors import tensors_in
 

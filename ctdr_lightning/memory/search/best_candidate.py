@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.units import format_bytes
-from ctdr_lightning.memory.plans.plan import Actions
-from ctdr_lightning.memory.policies.registry import Budget
+from ctdr_lightning.memory.plans.actions import Actions
+from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.simulator.simulator import Simulator
 from ctdr_lightning.memory.traces.trace import Trace
 

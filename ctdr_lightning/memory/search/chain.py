@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
-from ctdr_lightning.memory.plans.plan import KEEP, RECOMPUTE, Action
+from ctdr_lightning.memory.plans.actions import KEEP, RECOMPUTE, Action
 from ctdr_lightning.memory.traces.trace import OpRecord, Trace
 
 SMALL_SHARE = 0.02

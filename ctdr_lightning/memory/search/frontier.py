@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ctdr_lightning.memory.plans.plan import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action
+from ctdr_lightning.memory.plans.actions import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action
 
 CHOICES = (KEEP, RECOMPUTE, RECOMPUTE_EACH)
 

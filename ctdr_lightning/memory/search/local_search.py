@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from ctdr_lightning.memory.plans.plan import RECOMPUTE_EACH, Actions
+from ctdr_lightning.memory.plans.actions import RECOMPUTE_EACH, Actions
 from ctdr_lightning.memory.search.frontier import CHOICES, Frontier, Point
 from ctdr_lightning.memory.search.moves import Moves
 from ctdr_lightning.memory.simulator.simulator import Simulator, Trial

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ctdr_lightning.memory.plans.plan import Action, Actions
+from ctdr_lightning.memory.plans.actions import Action, Actions
 from ctdr_lightning.memory.search.frontier import CHOICES
 from ctdr_lightning.memory.simulator.simulator import Simulator, Trial
 
@@ -120,7 +120,7 @@ class Moves:
 
     def _near(self, items: Iterable[int]) -> list[int]:
         """Items that share an op call or a neighbour with one of these; of many the closest in time."""
-        near = self.simulator.layout.near
+        near = self.simulator.index.near
         found: set[int] = set()
         for item in items:
             value = self.items[item]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ctdr_lightning.memory.simulator.effect import Layout
+from ctdr_lightning.memory.simulator.trace_index import TraceIndex
 
 Group = frozenset[int]
 Flags = tuple[bool, bool]
@@ -21,11 +21,11 @@ class Groups:
         work: How many values were looked at so far; a measure of time that is the same on every machine.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-        self.drops = [d and not s for d, s in zip(layout.droppable, layout.saved, strict=True)]
-        self.stays = list(layout.saved)
-        self.of = [-1] * len(layout.saved)
+    def __init__(self, index: TraceIndex) -> None:
+        self._index = index
+        self.drops = [d and not s for d, s in zip(index.droppable, index.saved, strict=True)]
+        self.stays = list(index.saved)
+        self.of = [-1] * len(index.saved)
         self.members: dict[int, Group] = {}
         self.work = 0
 
@@ -42,12 +42,12 @@ class Groups:
             same = {self.of[value] for value in former} - {-1}
             self.work += sum(len(self.members[index]) for index in same)
             return same, [self.members[index] for index in same]
-        gone = self._indices(u for v in former for u in (v, *self._layout.near[v]))
+        gone = self._indices(u for v in former for u in (v, *self._index.near[v]))
         region = set(former).union(*(self.members[index] for index in gone))
-        saved, drops = self._layout.saved, self.drops
+        saved, drops = self._index.saved, self.drops
         found = self._closure([v for v in region if saved[v] and drops[v]])
         fringe: Iterable[int] = found
-        while more := self._indices(u for v in fringe for u in self._layout.near[v]) - gone:
+        while more := self._indices(u for v in fringe for u in self._index.near[v]) - gone:
             gone |= more
             fringe = [v for index in more for v in self.members[index]]
             found.update(fringe)
@@ -74,7 +74,7 @@ class Groups:
 
     def _closure(self, roots: Iterable[int]) -> set[int]:
         """Roots and every dropped value on the way back from them."""
-        sources, op_of, drops = self._layout.sources, self._layout.op_of, self.drops
+        sources, op_of, drops = self._index.sources, self._index.op_of, self.drops
         found: set[int] = set()
         stack = list(roots)
         while stack:
@@ -85,7 +85,7 @@ class Groups:
         return found
 
     def _components(self, members: set[int]) -> list[Group]:
-        near, left, groups = self._layout.near, set(members), []
+        near, left, groups = self._index.near, set(members), []
         for first in members:
             if first not in left:
                 continue

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ctdr_lightning.memory.plans.plan import Action, Actions, Plan, action_of
-from ctdr_lightning.memory.simulator.effect import Effect, effect_of, layout_of
+from ctdr_lightning.memory.plans.actions import Action, Actions, action_of
+from ctdr_lightning.memory.plans.plan import Plan
+from ctdr_lightning.memory.simulator.effect import Effect, effect_of
 from ctdr_lightning.memory.simulator.groups import Flags, Group, Groups
 from ctdr_lightning.memory.simulator.timeline import Segments, Timeline, segments_of
+from ctdr_lightning.memory.simulator.trace_index import index_of
 from ctdr_lightning.memory.traces.trace import Trace
 
 MEMO_SIZE = 10_000
@@ -58,13 +60,13 @@ class Simulator:
 
     def __init__(self, trace: Trace, actions: Actions | None = None) -> None:
         self.trace = trace
-        self.layout = layout_of(trace)
+        self.index = index_of(trace)
         self.actions: dict[int, Action] = {}
-        self._groups = Groups(self.layout)
+        self._groups = Groups(self.index)
         self._effects: dict[int, Effect] = {}
         self._n_groups = 0
         self._memo: dict[tuple[Group, tuple[int, ...]], Effect] = {}
-        self._kept = list(self.layout.saved)
+        self._kept = list(self.index.saved)
         self._needs: list[dict[int, int]] = [{} for _ in trace.values]
         self._on_storage: dict[int, list[int]] = {}
         for value, record in enumerate(trace.values):
@@ -74,7 +76,7 @@ class Simulator:
         self._ends = [s.end for s in trace.storages]
         for value in trace.saved:
             place = trace.values[value].storage
-            self._ends[place] = max(self._ends[place], self.layout.released[value])
+            self._ends[place] = max(self._ends[place], self.index.released[value])
         self._bytes = self._plain_bytes()
         self._journal = _Journal({}, 0.0)
         if actions:
@@ -196,7 +198,7 @@ class Simulator:
 
     def _regroup(self) -> None:
         """Exchange the groups that the last change of flags concerns, and settle what they hold."""
-        journal, groups, saved = self._journal, self._groups, self.layout.saved
+        journal, groups, saved = self._journal, self._groups, self.index.saved
         gone, made = groups.regroup(journal.flags)
         touched = set(journal.flags).union(*made, *(groups.members[index] for index in gone))
         stale: set[int] = set()
@@ -232,13 +234,13 @@ class Simulator:
             del self._needs[value][index]
 
     def _effect(self, group: Group) -> Effect:
-        stays, saved = self._groups.stays, self.layout.saved
+        stays, saved = self._groups.stays, self.index.saved
         key = (group, tuple(sorted([v for v in group if stays[v] != saved[v]])))
         found = self._memo.get(key)
         if found is None:
             if len(self._memo) >= MEMO_SIZE:
                 self._memo.clear()
-            found = self._memo[key] = effect_of(self.layout, stays, group)
+            found = self._memo[key] = effect_of(self.index, stays, group)
         return found
 
     def _shift(self, effect: Effect, sign: int) -> None:
@@ -267,7 +269,7 @@ class Simulator:
             end = storage.end
             for value in self._on_storage[index]:
                 if self._kept[value]:
-                    end = max(end, self.layout.released[value])
+                    end = max(end, self.index.released[value])
                 for tick in self._needs[value].values():
                     end = max(end, tick)
             old = self._ends[index]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ctdr_lightning.memory.plans.plan import Action
+from ctdr_lightning.memory.plans.actions import Action
 from ctdr_lightning.memory.traces.trace import Trace
 
 Segments = list[tuple[int, int, int]]

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ctdr_lightning.basics.registry import Registry
+from ctdr_lightning.memory.search.evicted import SMALL_SHARE, EvictedSet
 from ctdr_lightning.memory.tape.clock import Clock, Timed
 from ctdr_lightning.memory.values.live_bytes import LiveBytes
 from ctdr_lightning.memory.values.replay import hold_for_views, materialize
@@ -28,35 +29,8 @@ from ctdr_lightning.memory.values.tensors import alias_of
 from ctdr_lightning.memory.values.value import Node, Value
 from ctdr_lightning.memory.values.value_table import ValueTable
 
-SMALL_SHARE = 0.01
 Cost = Callable[["Candidate"], float]
 COSTS: Registry[Cost] = Registry("DTR cost")
-
-
-class EvictedSet:
-    """A union-find node: connected evicted values and the sum of their costs."""
-
-    __slots__ = ("cost", "parent")
-
-    def __init__(self, cost: float) -> None:
-        self.parent: EvictedSet | None = None
-        self.cost = cost
-
-    def root(self) -> EvictedSet:
-        """The representative, with path halving."""
-        node = self
-        while node.parent is not None:
-            if node.parent.parent is not None:
-                node.parent = node.parent.parent
-            node = node.parent
-        return node
-
-    def join(self, other: EvictedSet) -> None:
-        """Merge with another set."""
-        a, b = self.root(), other.root()
-        if a is not b:
-            b.parent = a
-            a.cost += b.cost
 
 
 class Candidate:

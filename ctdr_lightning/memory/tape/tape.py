@@ -18,7 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from ctdr_lightning.basics.remembered import Remembered
-from ctdr_lightning.memory.plans.plan import Plan, ScriptLine
+from ctdr_lightning.memory.plans.plan import Plan
+from ctdr_lightning.memory.plans.script import ScriptLine
 from ctdr_lightning.memory.tape.clock import CpuClock
 from ctdr_lightning.memory.tape.collector_pause import CollectorPause
 from ctdr_lightning.memory.tape.module_paths import ModulePaths

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from ctdr_lightning.memory.traces.trace import OpRecord
 
+TRACKED_VIEWS = {  # autograd knows what they are views of, and their geometry says the rest
+    f"aten.{name}"
+    for name in (
+        "view.default", "_reshape_alias.default", "t.default", "transpose.int", "permute.default", "unsqueeze.default",
+        "squeeze.default", "squeeze.dim", "squeeze.dims", "expand.default", "select.int", "slice.Tensor",
+        "split.Tensor", "split_with_sizes.default", "unbind.int", "diagonal.default", "unfold.default",
+    )
+}  # fmt: skip  # fmt: skip
 _WEIGHTED = ("convolution", "mm", "addmm", "embedding", "mkldnn_rnn_layer", "lstm", "gru", "_trilinear")
 _BATCHED = ("bmm", "baddbmm")
 _ATTENTION = ("_softmax", "_safe_softmax")

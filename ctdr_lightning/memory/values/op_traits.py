@@ -14,14 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 _COLLECTIVE = {"c10d", "_c10d_functional", "c10d_functional", "fsdp", "symm_mem", "_dtensor"}
 _UNINITIALISED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
 _RUNNING_STATS = ("running_mean", "running_var")
-TRACKED_VIEWS = {  # autograd knows what they are views of, and their geometry says the rest
-    f"aten.{name}"
-    for name in (
-        "view.default", "_reshape_alias.default", "t.default", "transpose.int", "permute.default", "unsqueeze.default",
-        "squeeze.default", "squeeze.dim", "squeeze.dims", "expand.default", "select.int", "slice.Tensor",
-        "split.Tensor", "split_with_sizes.default", "unbind.int", "diagonal.default", "unfold.default",
-    )
-}  # fmt: skip
 _RESIZING = {"resize_", "resize_as_", "set_", "_resize_output_"}
 _OWN_TYPES = {Tensor, torch.nn.Parameter, FakeTensor}
 

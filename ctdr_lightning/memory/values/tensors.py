@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -70,3 +70,9 @@ def _in_autograd() -> bool:
 def _detach_sharing_version(tensor: Tensor) -> Tensor:
     with _share_version(_ADINPLACE, False):
         return tensor.detach()
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the distinct storages behind ``tensors``."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())

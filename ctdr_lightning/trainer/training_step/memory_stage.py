@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.units import GIB, format_bytes, parse_bytes
-from ctdr_lightning.evaluate.measure import storage_bytes
 from ctdr_lightning.joint.promise import promise
 from ctdr_lightning.memory import Plan, Session, Trace, plan, simulate
+from ctdr_lightning.memory.values.tensors import storage_bytes
 from ctdr_lightning.trainer.modules import overrides
 from ctdr_lightning.trainer.options import Options
-from ctdr_lightning.trainer.reports.monitor import device_peaks, tensors_of
+from ctdr_lightning.trainer.training_step.device import device_peaks, tensors_of
 
 TIGHTER = 0.8
 

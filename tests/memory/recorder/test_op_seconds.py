@@ -1,15 +1,16 @@
 import pytest
 import torch
 
+from ctdr_lightning.basics.devices import DEVICES, DeviceModel, device_model
 from ctdr_lightning.basics.errors import ConfigError
-from ctdr_lightning.memory.recorder.op_seconds import DEVICES, DeviceModel, device_model
+from ctdr_lightning.memory.recorder.op_seconds import op_seconds
 
 aten = torch.ops.aten
 MODEL = DeviceModel("toy", flops32_per_s=1e6, flops16_per_s=2e6, bytes_per_s=1e5, launch_s=1e-3)
 
 
 def seconds(func, *args):
-    return MODEL.seconds(func, args, {}, func(*args))
+    return op_seconds(MODEL, func, args, {}, func(*args))
 
 
 def test_the_slower_of_arithmetic_and_memory():

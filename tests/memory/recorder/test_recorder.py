@@ -6,9 +6,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
+from ctdr_lightning.basics.devices import DEVICES
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.memory import Recorder, record, record_fake, simulate
-from ctdr_lightning.memory.recorder.op_seconds import DEVICES
 from tests.memory.harness import Bench
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from ctdr_lightning.evaluate.measure import memory_profiler
 from ctdr_lightning.memory import record, record_fake, simulate
+from ctdr_lightning.memory.recorder.profiler import memory_profiler
 from ctdr_lightning.memory.recorder.workspace import WorkspaceProbe
 
 
@@ -57,7 +57,7 @@ def test_a_profiler_that_cannot_run_does_not_stop_the_step(monkeypatch):
     def refuse():
         raise RuntimeError("Resource temporarily unavailable")
 
-    monkeypatch.setattr("ctdr_lightning.memory.workspace.memory_profiler", refuse)
+    monkeypatch.setattr("ctdr_lightning.memory.recorder.workspace.memory_profiler", refuse)
     module = net(4)
     trace = record(lambda: module(torch.randn(2, 3, 8, 8)).sum())
     assert trace.meta["workspaces"] == "not measured: Resource temporarily unavailable"

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from ctdr_lightning.memory import Recorder, record, simulate
-from ctdr_lightning.memory.tape.online import COSTS, EvictedSet, Evictor, Online
+from ctdr_lightning.memory.search.evicted import EvictedSet
+from ctdr_lightning.memory.tape.online import COSTS, Evictor, Online
 from ctdr_lightning.memory.values import replay as engine
 from ctdr_lightning.memory.values.live_bytes import PeakMeter
 from ctdr_lightning.memory.values.value_table import ValueTable

@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.peak import step_peak_bytes
 from ctdr_lightning.memory import RECOMPUTE, Tape, record
+from ctdr_lightning.memory.plans.regions import Regions
 from ctdr_lightning.memory.tape.online import Evictor
-from ctdr_lightning.memory.tape.sleeper import Regions
 from ctdr_lightning.memory.values.live_bytes import PeakMeter
 from tests.memory.harness import Bench, everything_dropped, planned, random_actions
 from tests.memory.leaks import assert_nothing_is_installed

@@ -10,7 +10,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from ctdr_lightning import CTDRCallback, Recovery
 from ctdr_lightning.recovery import Distillation
-from ctdr_lightning.trainer.reports.monitor import Monitor, batch_size, tensors_of, utilisation
+from ctdr_lightning.trainer.reports.monitor import Monitor, utilisation
+from ctdr_lightning.trainer.training_step.device import batch_size, tensors_of
 from tests import parts
 
 

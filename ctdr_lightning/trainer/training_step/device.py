@@ -1,0 +1,52 @@
+"""The device's own figures, and the tensors of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.throughput import get_available_flops
+from torch import Tensor
+
+from ctdr_lightning.basics.units import GIB
+
+
+def peak_flops(trainer: Any) -> float | None:
+    """Operations per second that the device's maker promises for the trainer's precision; None where not known."""
+    device = trainer.strategy.root_device
+    if device.type == "cpu":
+        return None
+    kinds = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}
+    dtype = next((kind for word, kind in kinds.items() if word in str(trainer.precision)), torch.float32)
+    return get_available_flops(device, dtype)
+
+
+def device_peaks(device: torch.device) -> dict[str, float]:
+    """Peak of the CUDA allocator since the last call, in GiB; empty on other devices."""
+    if device.type != "cuda":
+        return {}
+    peaks = {
+        "ctdr/peak_memory_gib": torch.cuda.max_memory_allocated(device) / GIB,
+        "ctdr/peak_reserved_gib": torch.cuda.max_memory_reserved(device) / GIB,
+    }
+    torch.cuda.reset_peak_memory_stats(device)
+    return peaks
+
+
+def batch_size(batch: Any) -> int:
+    """Length of the first tensor in a nested batch; 1 where there is none."""
+    tensor = next(tensors_of(batch), None)
+    return int(tensor.shape[0]) if tensor is not None and tensor.ndim else 1
+
+
+def tensors_of(batch: Any) -> Iterator[Tensor]:
+    """The tensors of a nested batch, depth first; plain objects are looked into."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        yield from (tensor for item in batch.values() for tensor in tensors_of(item))
+    elif isinstance(batch, list | tuple):
+        yield from (tensor for item in batch for tensor in tensors_of(item))
+    elif hasattr(batch, "__dict__"):
+        yield from tensors_of(vars(batch))
