@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.nets import NETS, net_r, net_t, vision
 from benchmarks.peak import step_peak_bytes
+from ctdr_lightning.basics.torch_private import TorchDispatchMode
 from ctdr_lightning.memory import KEEP, RECOMPUTE, RECOMPUTE_EACH, Plan, Tape, Trace, plan, record, record_fake
 from ctdr_lightning.memory.planner import make_plan
 from ctdr_lightning.memory.plans.actions import Actions

@@ -11,6 +11,8 @@ from torch import nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from ctdr_lightning.basics.torch_private import profiler_events
+
 _KEEPING = {-1: 2**31 - 1, -2: 2**28, -3: 2**25}  # M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD
 
 
@@ -31,7 +33,7 @@ def cpu_peak_bytes(run: Callable[[], object]) -> int:
     gc.collect()  # garbage from before that is freed meanwhile would count as less than nothing
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events = [e for e in profiler_events(profiler) if e.name() == "[memory]"]
     on_cpu = [e for e in sorted(events, key=lambda e: e.start_ns()) if e.device_type() == DeviceType.CPU]
     return max(accumulate((e.nbytes() for e in on_cpu), initial=0))
 

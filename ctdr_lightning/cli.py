@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from ctdr_lightning.basics.errors import ConfigError, CTDRError
 from ctdr_lightning.basics.files import write_text
+from ctdr_lightning.basics.torch_private import tree_leaves
 from ctdr_lightning.basics.units import format_bytes, format_seconds
 from ctdr_lightning.decomposition import METHODS, decompose
 from ctdr_lightning.memory import POLICIES, Plan, max_batch, plan, record_fake, simulate

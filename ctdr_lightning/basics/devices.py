@@ -12,9 +12,9 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.basics.torch_private import no_dispatch_modes
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def device_model(name: str | None = None) -> DeviceModel:
 
 @lru_cache(maxsize=1)
 def _measured_processor() -> DeviceModel:
-    with torch.no_grad(), _disable_current_modes():
+    with torch.no_grad(), no_dispatch_modes():
         matrix, vector = torch.ones(384, 384), torch.ones(2**22)
         flops = 2 * 384**3 / _best(lambda: matrix @ matrix)
         moved = 2 * vector.nbytes / _best(lambda: vector + 1)

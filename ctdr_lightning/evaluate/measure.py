@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from ctdr_lightning.basics.torch_private import profiler_events
 from ctdr_lightning.memory.recorder.profiler import memory_profiler
 from ctdr_lightning.memory.values.tensors import storage_bytes
 
@@ -79,8 +80,7 @@ class MemoryProfile:
             Live bytes from ``mark`` to here.
         """
         self._profiler.stop()
-        profiler: Any = self._profiler.profiler
-        events = profiler.kineto_results.events()
+        events = profiler_events(self._profiler)
         start_ns = next(event.start_ns() for event in events if event.name() == _MARK)
         changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]" and _on_cpu(e))
         levels = list(accumulate(n_bytes for _, n_bytes in changes))

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
+from ctdr_lightning.basics.torch_private import tree_flatten
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.recorder.recorder import Recorder
 from ctdr_lightning.memory.tape.online import Evictor

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from ctdr_lightning.basics.torch_private import DispatchKey, is_key_excluded, n_dispatch_modes, top_saved_tensors_hooks
 from ctdr_lightning.memory.values.value import Handle, Held, Node, Value
 
 ENGINE = (Value, Node, Handle, Held)
@@ -48,9 +49,9 @@ def left_behind(step: Callable[[], object], times: int = 5) -> tuple[Counter[str
 
 def assert_nothing_is_installed() -> None:
     """No dispatch mode, no saved-tensor hooks, no module hooks, gradients and autograd on."""
-    assert torch._C._len_torch_dispatch_stack() == 0
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert n_dispatch_modes() == 0
+    assert top_saved_tensors_hooks(True) is None
     assert not torch.nn.modules.module._global_forward_hooks
     assert not torch.nn.modules.module._global_forward_pre_hooks
     assert torch.is_grad_enabled()
-    assert not torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradCPU)
+    assert not is_key_excluded(DispatchKey.AutogradCPU)

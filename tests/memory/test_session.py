@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+from ctdr_lightning.basics.torch_private import n_dispatch_modes
 from ctdr_lightning.memory import RECOMPUTE, Session, Simulator, plan, signature_of
 from ctdr_lightning.memory.session import PATIENCE
 from ctdr_lightning.memory.values.live_bytes import _trackers
@@ -67,13 +68,13 @@ def test_a_step_is_recorded_first_and_then_runs_under_its_plan():
     session, net, batch = Session(planner), make_net(), torch.randn(6, 8)
     session.begin(signature_of(batch, net))
     assert session.plan is None
-    assert torch._C._len_torch_dispatch_stack() == 1
+    assert n_dispatch_modes() == 1
     session.abort()
     run(session, net, batch)
     assert session.trace is not None
     assert session.plan is not None
     session.begin(signature_of(batch, net))
-    assert torch._C._len_torch_dispatch_stack() == 1
+    assert n_dispatch_modes() == 1
     net(batch)
     session.forward_done()
     assert_nothing_is_installed()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ctdr_lightning.basics.torch_private import n_dispatch_modes
 from ctdr_lightning.memory import Tape, record
 from tests.memory.harness import Bench, everything_dropped, planned
 from tests.memory.programs import X, exact, mlp
@@ -102,4 +103,4 @@ def test_functional_transforms_say_that_they_take_no_hooks():
     trace = Bench(net, lambda net: net(X).sum()).record()
     with pytest.raises(RuntimeError, match="saved tensor hooks"), Tape(planned(trace, everything_dropped(trace))):
         torch.func.grad(lambda x: net(x).exp().sum())(X)
-    assert torch._C._len_torch_dispatch_stack() == 0
+    assert n_dispatch_modes() == 0

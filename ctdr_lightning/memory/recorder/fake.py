@@ -8,10 +8,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
-from torch.utils._pytree import tree_map_only
 
 from ctdr_lightning.basics.devices import DeviceModel
+from ctdr_lightning.basics.torch_private import FakeCopyMode, FakeTensorMode, tree_map_only
 from ctdr_lightning.memory.recorder.recorder import record
 from ctdr_lightning.memory.traces.trace import Trace
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
 from ctdr_lightning.basics.devices import DeviceModel
+from ctdr_lightning.basics.torch_private import OpOverload
 from ctdr_lightning.memory.values.op_traits import traits
 from ctdr_lightning.memory.values.tensors import tensors_in
 

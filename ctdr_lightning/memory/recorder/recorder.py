@@ -15,13 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ctdr_lightning.basics.devices import DeviceModel, device_model
 from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.basics.torch_private import FakeTensor, OpOverload, TorchDispatchMode, graph_task_id
 from ctdr_lightning.memory.recorder.op_seconds import op_seconds
 from ctdr_lightning.memory.recorder.step_log import LoggedHandle, StepLog
 from ctdr_lightning.memory.recorder.workspace import WorkspaceProbe
@@ -39,8 +37,6 @@ from ctdr_lightning.memory.values.value_table import ValueTable
 HANDLINGS = (
     8  # times the time to log an op is what one costs that is dropped: seen, captured, handed out and in, called
 )
-
-_in_backward = torch._C._current_graph_task_id
 
 
 class Recorder(TorchDispatchMode):
@@ -96,7 +92,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":  # questions such as a fake tensor's device: no op of the step
             return func(*args, **kwargs)
-        backward = _in_backward() != -1
+        backward = graph_task_id() != -1
         pin = pin_reason_of_types(tuple(types)) if types else ""
         self.log.unit = self._table.unit = self._paths.unit
         clock = self._clock or self._choose_clock((*args, *kwargs.values()))

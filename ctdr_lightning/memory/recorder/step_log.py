@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
-from torch._ops import OpOverload
 
+from ctdr_lightning.basics.torch_private import OpOverload
 from ctdr_lightning.memory.traces.overwrites import pin_what_cannot_wait
 from ctdr_lightning.memory.traces.trace import OpRecord, Save, StorageRecord, Trace, ValueRecord
 from ctdr_lightning.memory.values.op_traits import overwritten, pin_reason_of_call, traits, without_running_stats

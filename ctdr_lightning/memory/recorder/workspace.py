@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ctdr_lightning.basics.torch_private import OpOverload, no_dispatch_modes, profiler_events
 from ctdr_lightning.memory.recorder.profiler import memory_profiler
 from ctdr_lightning.memory.values.op_traits import traits
 from ctdr_lightning.memory.values.tensors import tensors_in
@@ -138,15 +137,14 @@ def _at_batch(func: OpOverload, call: tuple[Any, ...], batch: int) -> tuple[Any,
 
 def _workspaces(calls: Sequence[tuple[OpOverload, tuple[Any, ...]]]) -> list[int]:
     """For each call the peak of what it allocates above what it leaves behind."""
-    with torch.no_grad(), _disable_current_modes(), memory_profiler() as profiler:
+    with torch.no_grad(), no_dispatch_modes(), memory_profiler() as profiler:
         for func, call in calls:
             args = [a.make() if isinstance(a, _Dummy) else a for a in call]
             _mark()
             out = func(*args)
             _mark()
             del args, out
-    kineto: Any = profiler.profiler
-    events = [e for e in kineto.kineto_results.events() if e.name() == "[memory]"]
+    events = [e for e in profiler_events(profiler) if e.name() == "[memory]"]
     sizes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
     marks = [i for i, size in enumerate(sizes) if size == _MARK_BYTES]
     return [_peak_above_end(sizes[a + 2 : b]) for a, b in zip(marks[::2], marks[1::2], strict=True)]

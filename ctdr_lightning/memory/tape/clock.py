@@ -7,7 +7,8 @@ from time import perf_counter
 from typing import Any, Protocol
 
 import torch
-from torch._ops import OpOverload
+
+from ctdr_lightning.basics.torch_private import OpOverload
 
 Timed = tuple[Any, float, int]
 

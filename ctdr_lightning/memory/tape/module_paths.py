@@ -6,11 +6,10 @@ import sys
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-_in_backward = torch._C._current_graph_task_id
+from ctdr_lightning.basics.torch_private import graph_task_id
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -75,7 +74,7 @@ class ModulePaths:
         self._named, self._path, self.unit = None, None, 0
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
-        if _in_backward() == -1:
+        if graph_task_id() == -1:
             self.entered += 1
             self.training += module.training
         self.compiled |= is_compiled(module)

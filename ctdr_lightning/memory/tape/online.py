@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from ctdr_lightning.basics.registry import Registry
+from ctdr_lightning.basics.torch_private import OpOverload
 from ctdr_lightning.memory.search.evicted import SMALL_SHARE, EvictedSet
 from ctdr_lightning.memory.tape.clock import Clock, Timed
 from ctdr_lightning.memory.values.live_bytes import LiveBytes

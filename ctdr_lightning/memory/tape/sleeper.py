@@ -12,19 +12,15 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.compiler import is_compiling
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from ctdr_lightning.basics.torch_private import TorchDispatchMode, current_dispatch_mode, graph_task_id
 from ctdr_lightning.memory.plans.regions import Regions
 
 if TYPE_CHECKING:  # a plan knows its regions
     pass
-
-
-_in_backward = torch._C._current_graph_task_id
 
 
 class Sleeper:
@@ -51,7 +47,7 @@ class Sleeper:
         self._regions = regions
         self._switch, self._wakes, self._listen = switch, wakes, listen
         self._thread = threading.get_ident()
-        self._below = _get_current_dispatch_mode()
+        self._below = current_dispatch_mode()
         self._region = self._n_training = 0
         self._mode: TorchDispatchMode | None = None
         self.awake = True
@@ -77,7 +73,7 @@ class Sleeper:
         return ""
 
     def _begin(self, module: nn.Module, args: Any) -> None:
-        if is_compiling() or _in_backward() != -1 or threading.get_ident() != self._thread:
+        if is_compiling() or graph_task_id() != -1 or threading.get_ident() != self._thread:
             return
         self._region += 1
         region, busy = self._region, self._regions.busy
@@ -87,7 +83,7 @@ class Sleeper:
         if wanted and self.awake:
             return
         if wanted is not self.awake:
-            if _get_current_dispatch_mode() is not (self._mode if self.awake else self._below):
+            if current_dispatch_mode() is not (self._mode if self.awake else self._below):
                 return  # a mode of others lies above
             self.awake = wanted
             self._switch(wanted)

@@ -13,11 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from ctdr_lightning.basics.remembered import Remembered
+from ctdr_lightning.basics.torch_private import (
+    OpOverload,
+    TorchDispatchMode,
+    graph_task_id,
+    pop_dispatch_mode,
+    push_dispatch_mode,
+    top_saved_tensors_hooks,
+)
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.plans.script import ScriptLine
 from ctdr_lightning.memory.tape.clock import CpuClock
@@ -34,8 +40,6 @@ from ctdr_lightning.memory.values.value_table import ValueTable
 _CLOCK = CpuClock()
 _DETACH = torch.ops.aten.detach.default
 _DETACH_NAME = str(_DETACH)
-_in_backward = torch._C._current_graph_task_id
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class _Line:
@@ -71,13 +75,13 @@ class _Listener:
 
     def __init__(self, hooks: saved_tensors_hooks) -> None:
         self._hooks = hooks
-        self._below = _top_hooks(True)
+        self._below = top_saved_tensors_hooks(True)
         self._mine = (hooks.pack_hook, hooks.unpack_hook)
         self.on = False
 
     def turn(self, on: bool) -> None:
         """Put the hooks on the stack, or take them off, unless others are above."""
-        if _top_hooks(True) != (self._mine if self.on else self._below):
+        if top_saved_tensors_hooks(True) != (self._mine if self.on else self._below):
             return
         if on:
             self._hooks.__enter__()
@@ -168,7 +172,7 @@ class Tape(TorchDispatchMode):
     ) -> Any:
         if kwargs is None:
             kwargs = {}
-        if _in_backward() != -1:
+        if graph_task_id() != -1:
             return func(*args, **kwargs)
         index = self._index
         if func is _DETACH and self._saves_by_itself(index):
@@ -188,9 +192,9 @@ class Tape(TorchDispatchMode):
     def _switch(self, on: bool) -> None:
         """Leave the stack or come back, for less than leaving the block and entering it again takes."""
         if on:
-            _push_mode(self)
+            push_dispatch_mode(self)
         else:
-            _pop_mode()
+            pop_dispatch_mode()
 
     def _wake(self, index: int) -> None:
         self._index = index

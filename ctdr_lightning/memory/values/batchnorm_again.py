@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ctdr_lightning.basics.torch_private import OpOverload, no_dispatch_modes
 from ctdr_lightning.memory.values.value import Node, Value
 
 N_TIMINGS = 3
@@ -82,7 +81,7 @@ def _same_bits(
     """Whether this build of torch gives the same bits both ways: tried once for each kind of call."""
     if stats not in _STATS_DTYPES:
         return False
-    with torch.no_grad(), _disable_current_modes():
+    with torch.no_grad(), no_dispatch_modes():
         random = torch.Generator().manual_seed(0)
         shape = (3, 21, *(5, 7, 3)[: n_dims - 2])
         x = torch.randn(shape, generator=random).to(dtype).contiguous(memory_format=layout)
@@ -117,7 +116,7 @@ class ShortcutTimes:
     def shares(self) -> dict[int, float]:
         """By op index the share of the op's time that running it again takes; empty where memory does not suffice."""
         try:
-            with torch.no_grad(), _disable_current_modes():
+            with torch.no_grad(), no_dispatch_modes():
                 found = {looks: _share(*looks) for looks in dict.fromkeys(self._calls.values())}
         except (RuntimeError, MemoryError):
             return {}

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ctdr_lightning.basics.torch_private import OpOverload, TorchDispatchMode
 from ctdr_lightning.memory.values.tensors import storage_of
 
 _trackers: list[LiveBytes] = []

@@ -9,8 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ctdr_lightning.basics.torch_private import (
+    AUTOCAST_KEYS,
+    BelowAutograd,
+    ExcludeKeys,
+    n_dispatch_modes,
+    no_dispatch_modes,
+    set_grad_enabled,
+)
 from ctdr_lightning.memory.values.live_bytes import tell_trackers
 from ctdr_lightning.memory.values.op_traits import call_again
 from ctdr_lightning.memory.values.value import Handle, Held, Node, Value
@@ -18,7 +25,6 @@ from ctdr_lightning.memory.values.value import Handle, Held, Node, Value
 Keeper = Callable[[Value, Tensor], None]
 
 _ONE_AT_A_TIME = threading.RLock()  # backward threads may ask for the same value
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU).add(torch._C.DispatchKey.AutocastCUDA)
 
 
 def modified_in_place() -> RuntimeError:
@@ -85,11 +91,11 @@ class _plain_execution:
 
     def __enter__(self) -> None:
         self._grad = torch.is_grad_enabled()
-        modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+        modes = no_dispatch_modes() if n_dispatch_modes() else nullcontext()
         self._guards: tuple[AbstractContextManager[Any], ...] = (
             modes,
-            torch._C._AutoDispatchBelowAutograd(),
-            torch._C._ExcludeDispatchKeyGuard(_AUTOCAST),
+            BelowAutograd(),
+            ExcludeKeys(AUTOCAST_KEYS),
         )
         for guard in self._guards:
             guard.__enter__()
@@ -150,7 +156,7 @@ def _real(arg: Any, have: dict[Value, Tensor]) -> Any:
 def _outputs(node: Node, have: dict[Value, Tensor]) -> tuple[Any, ...]:
     args = [have[a] if type(a) is Value else _real(a, have) if type(a) is list else a for a in node.args]
     kwargs = {k: _real(a, have) for k, a in node.kwargs.items()} if node.kwargs else node.kwargs
-    torch._C._set_grad_enabled(node.grad)
+    set_grad_enabled(node.grad)
     out = call_again(node.func, args, kwargs)
     outs = out if type(out) in (tuple, list) else (out,)
     tell_trackers(outs)

@@ -7,12 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+
+from ctdr_lightning.basics.torch_private import (
+    DispatchKey,
+    NoTorchDispatch,
+    SetKeyExcluded,
+    is_key_excluded,
+    no_dispatch_modes,
+)
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-_disable_dispatch = torch._C._DisableTorchDispatch
-_share_version = torch._C._SetExcludeDispatchKeyGuard
-_ADINPLACE = torch._C.DispatchKey.ADInplaceOrView
+_ADINPLACE = DispatchKey.ADInplaceOrView
 
 
 def version_of(tensor: Tensor) -> int:
@@ -57,18 +62,18 @@ def tensors_in(args: Any) -> Iterator[Tensor]:
 def alias_of(tensor: Tensor) -> Tensor:
     """A detached tensor object on the same storage and version counter, so that writes in place are noticed."""
     if type(tensor) in _PLAIN:
-        with _disable_dispatch():
+        with NoTorchDispatch():
             return tensor.detach() if _in_autograd() else _detach_sharing_version(tensor)
-    with _disable_current_modes():  # subclasses (fake tensors, DTensor) bring their own dispatch
+    with no_dispatch_modes():  # subclasses (fake tensors, DTensor) bring their own dispatch
         return tensor.detach()
 
 
 def _in_autograd() -> bool:
-    return not torch._C._dispatch_tls_is_dispatch_key_excluded(_ADINPLACE)
+    return not is_key_excluded(_ADINPLACE)
 
 
 def _detach_sharing_version(tensor: Tensor) -> Tensor:
-    with _share_version(_ADINPLACE, False):
+    with SetKeyExcluded(_ADINPLACE, False):
         return tensor.detach()
 
 

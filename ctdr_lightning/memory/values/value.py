@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
+from ctdr_lightning.basics.torch_private import OpOverload
 from ctdr_lightning.memory.values.tensors import alias_of, version_of, wants_grad_itself
 
 _NO_KWARGS: dict[str, Any] = {}

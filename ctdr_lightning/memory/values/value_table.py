@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.nn import Parameter
 
+from ctdr_lightning.basics.torch_private import OpOverload
 from ctdr_lightning.memory.values.live_bytes import tell_trackers
 from ctdr_lightning.memory.values.op_traits import overwritten, pin_reason_of_call, traits, without_running_stats
 from ctdr_lightning.memory.values.tensors import alias_of, storage_of, version_of, wants_grad_itself

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ctdr_lightning.basics import files
+from ctdr_lightning.basics.torch_private import dump_cuda_memory
 from ctdr_lightning.basics.units import format_bytes
 from ctdr_lightning.memory import Plan, Trace, simulate
 
@@ -40,7 +41,7 @@ def write_account(folder: Path, name: str, error: BaseException, module: nn.Modu
     found = [{"module": owner, "op": op, "bytes": n_bytes} for owner, op, n_bytes in rows]
     files.write_text(folder / f"{name}.json", json.dumps({"error": str(error), "tensors": found}, indent=1))
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.memory._dump_snapshot(str(folder / f"{name}.pickle"))  # for pytorch.org/memory_viz; never read here
+        dump_cuda_memory(str(folder / f"{name}.pickle"))  # for pytorch.org/memory_viz; never read here
     return text
 
 

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 from torchmetrics import Metric
+
+from ctdr_lightning.basics.torch_private import no_dispatch_modes
 
 _ABSENT = object()
 
@@ -60,7 +61,7 @@ def hide_bookkeeping(patches: Patches, module: nn.Module) -> None:
 
 def _unseen(inner: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
+        with no_dispatch_modes():
             return inner(*args, **kwargs)
 
     return call

@@ -3,11 +3,11 @@ from time import perf_counter
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from ctdr_lightning.basics.devices import DEVICES
 from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.basics.torch_private import FakeTensorMode
 from ctdr_lightning.memory import Recorder, record, record_fake, simulate
 from tests.memory.harness import Bench
 

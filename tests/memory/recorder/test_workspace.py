@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from ctdr_lightning.basics.torch_private import profiler_events
 from ctdr_lightning.memory import record, record_fake, simulate
 from ctdr_lightning.memory.recorder.profiler import memory_profiler
 from ctdr_lightning.memory.recorder.workspace import WorkspaceProbe
@@ -18,7 +19,7 @@ def net(width):
 def measured_peak(run):
     with memory_profiler() as profiler:
         run()
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events = [e for e in profiler_events(profiler) if e.name() == "[memory]"]
     level = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
         level += event.nbytes()

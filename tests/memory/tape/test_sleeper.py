@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.peak import step_peak_bytes
+from ctdr_lightning.basics.torch_private import n_dispatch_modes
 from ctdr_lightning.memory import RECOMPUTE, Tape, record
 from ctdr_lightning.memory.plans.regions import Regions
 from ctdr_lightning.memory.tape.online import Evictor
@@ -22,7 +23,7 @@ X = torch.ones(3, 16)
 def seen(net, tape, step):
     """Whether a dispatch mode is on the stack at the end of each module's forward; the step's loss."""
     found = []
-    hooks = [m.register_forward_hook(lambda *_: found.append(torch._C._len_torch_dispatch_stack())) for m in net]
+    hooks = [m.register_forward_hook(lambda *_: found.append(n_dispatch_modes())) for m in net]
     with tape:
         loss = step(net)
     for hook in hooks:

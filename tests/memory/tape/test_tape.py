@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from ctdr_lightning.basics.torch_private import n_dispatch_modes, top_saved_tensors_hooks
 from ctdr_lightning.memory import RECOMPUTE, RECOMPUTE_EACH, Recorder, Tape, plan
 from ctdr_lightning.memory.tape.online import Evictor
 from ctdr_lightning.memory.values.live_bytes import PeakMeter, _trackers
@@ -57,7 +58,7 @@ def test_everything_installed_leaves_again(guard):
     net, bench = net_and_bench()
     make = guards(bench, bench.record())[guard]
     with make(), listening(net) as heard:
-        assert torch._C._len_torch_dispatch_stack() == 1
+        assert n_dispatch_modes() == 1
         bench.step(net)
     assert any(heard)
     assert_nothing_is_installed()
@@ -69,9 +70,7 @@ def listening(net):
     """Whether saved-tensor hooks are on the stack after each module's forward."""
     heard = []
     hooks = [
-        module.register_forward_hook(
-            lambda *_: heard.append(torch._C._autograd._top_saved_tensors_default_hooks(True) is not None)
-        )
+        module.register_forward_hook(lambda *_: heard.append(top_saved_tensors_hooks(True) is not None))
         for module in net
     ]
     yield heard

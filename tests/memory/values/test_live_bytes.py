@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from ctdr_lightning.basics.torch_private import n_dispatch_modes
 from ctdr_lightning.memory import Tape, plan
 from ctdr_lightning.memory.values.live_bytes import LiveBytes, PeakMeter, _trackers, tell_trackers
 from tests.memory.harness import Bench
@@ -75,7 +76,7 @@ def test_peak_meter_leaves_when_the_block_raises():
     with pytest.raises(ValueError, match="stop"), PeakMeter() as meter:
         raise ValueError("stop")
     assert meter.live not in _trackers
-    assert torch._C._len_torch_dispatch_stack() == 0
+    assert n_dispatch_modes() == 0
 
 
 def test_peak_meter_sees_replays():

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from ctdr_lightning.basics.torch_private import DispatchKey, TorchDispatchMode, is_key_excluded, n_dispatch_modes
 from ctdr_lightning.memory import RECOMPUTE, RECOMPUTE_EACH, Tape, record
 from ctdr_lightning.memory.values import replay as engine
 from ctdr_lightning.memory.values.live_bytes import LiveBytes, PeakMeter
@@ -73,7 +74,7 @@ def test_awaited_values_on_the_way_are_kept():
 
 
 def test_a_replay_sees_neither_autograd_nor_autocast_nor_modes():
-    class Loud(torch.utils._python_dispatch.TorchDispatchMode):
+    class Loud(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             raise AssertionError(f"{func} was seen")
 
@@ -146,9 +147,9 @@ def test_an_exception_in_a_replay_leaves_nothing_installed(monkeypatch):
     with pytest.raises(MemoryError, match="full"):
         bench.run(Tape(plan))
     monkeypatch.undo()
-    assert torch._C._len_torch_dispatch_stack() == 0
+    assert n_dispatch_modes() == 0
     assert torch.is_grad_enabled()
-    assert not torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradCPU)
+    assert not is_key_excluded(DispatchKey.AutogradCPU)
     assert not bench.run(Tape(plan)).differs_from(want)
 
 

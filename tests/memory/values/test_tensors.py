@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from ctdr_lightning.basics.torch_private import BelowAutograd, FakeTensor, FakeTensorMode
 from ctdr_lightning.memory.values.tensors import alias_of, storage_of, tensors_in, version_of
 
 
@@ -17,7 +18,7 @@ def test_versions():
 @pytest.mark.parametrize("below_autograd", [False, True])
 def test_an_alias_shares_storage_and_version(make, below_autograd):
     x = make()
-    guard = torch._C._AutoDispatchBelowAutograd() if below_autograd else torch.enable_grad()
+    guard = BelowAutograd() if below_autograd else torch.enable_grad()
     with guard:
         alias = alias_of(x)
     assert alias is not x
@@ -29,7 +30,6 @@ def test_an_alias_shares_storage_and_version(make, below_autograd):
 
 
 def test_an_alias_of_a_fake_tensor():
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     with FakeTensorMode():
         alias = alias_of(torch.zeros(3))

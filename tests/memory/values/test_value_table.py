@@ -4,6 +4,7 @@ import weakref
 import pytest
 import torch
 
+from ctdr_lightning.basics.torch_private import BelowAutograd
 from ctdr_lightning.memory.values.replay import unpack
 from ctdr_lightning.memory.values.value import Handle, Held, Node, Value
 from ctdr_lightning.memory.values.value_table import ValueTable
@@ -17,7 +18,7 @@ def run(table, func, *args, **kwargs):
     with torch.no_grad():
         node = table.capture(func, next(COUNTER), args, kwargs)
         table.overwrites(func, args, kwargs)
-        with torch._C._AutoDispatchBelowAutograd():
+        with BelowAutograd():
             out = func(*args, **kwargs)
         if node is not None:
             table.bind(node, out)

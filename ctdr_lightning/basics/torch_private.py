@@ -1,0 +1,127 @@
+"""The private names of torch that this package uses: imported here once, checked here once, and used nowhere else.
+
+torch has no public name for what they give. The names were read in the sources of torch 2.7.1, 2.8.0, 2.13.0 and
+2.15.0; 2.8 is the first release that has them all. Where a name is missing the import fails with one sentence, before
+any training starts. Private attributes of torch's objects cannot be imported, so they are checked by name at the end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+OLDEST_TORCH = "2.8"
+
+
+def unusable_torch(missing: str, found: str) -> ImportError:
+    """Build the error for a torch that lacks a name.
+
+    Args:
+        missing: The name, or the text of the failed import.
+        found: The version of torch that is installed.
+
+    Returns:
+        One sentence: the oldest torch that works, or, for a newer one, the name that it no longer has.
+    """
+    oldest = tuple(map(int, OLDEST_TORCH.split(".")))
+    if tuple(int(part) for part in found.split("+")[0].split(".")[:2]) < oldest:
+        return ImportError(f"ctdr_lightning needs torch {OLDEST_TORCH} or newer; found {found}.")
+    return ImportError(f"ctdr_lightning does not work with torch {found} ({missing}); install an older one.")
+
+
+try:
+    # Keys of the dispatcher, and guards that take some of them out of a call's way. No public call reaches below
+    # autograd: `detach()` in Python gives a tensor a version counter of its own there, so that later writes in place
+    # would go unnoticed.
+    from torch._C import DispatchKey, DispatchKeySet
+    from torch._C import _AutoDispatchBelowAutograd as BelowAutograd
+    from torch._C import _current_graph_task_id as graph_task_id  # -1 outside of a backward; torch's checkpoint asks so
+    from torch._C import _DisableTorchDispatch as NoTorchDispatch
+    from torch._C import _dispatch_tls_is_dispatch_key_excluded as is_key_excluded
+    from torch._C import _ExcludeDispatchKeyGuard as ExcludeKeys
+    from torch._C import _len_torch_dispatch_stack as n_dispatch_modes
+    from torch._C import _set_grad_enabled as set_grad_enabled  # the public class does this and builds an object first
+    from torch._C import _SetExcludeDispatchKeyGuard as SetKeyExcluded
+
+    # The public `saved_tensors_hooks` can be entered and left, but not asked which hooks are on top: without an answer
+    # the hooks could not leave for the ops that keep everything (2.7 has no such name, which sets the floor).
+    from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks
+    from torch._ops import OpOverload  # the type of an aten op
+
+    # Fake tensors carry shapes and no data: a plan needs neither a GPU nor memory.
+    from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+
+    # Dispatch modes have no public name. To push and pop one takes half the time of `with mode:` (1.7 us instead of
+    # 3.4), which counts where the tape leaves and comes back many times a step.
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
+    from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
+    from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
+    from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
+
+    # Nests of tensors: 2.13 has no public name for them yet.
+    from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+except ImportError as error:
+    raise unusable_torch(str(error), torch.__version__) from error
+
+# All autocast keys that this build knows: a replay runs below autocast on every device, as the recorded calls did.
+AUTOCAST_KEYS = DispatchKeySet(DispatchKey.AutocastCPU)
+for _name in ("CUDA", "XPU", "MPS", "HPU", "PrivateUse1"):
+    if hasattr(DispatchKey, f"Autocast{_name}"):
+        AUTOCAST_KEYS = AUTOCAST_KEYS.add(getattr(DispatchKey, f"Autocast{_name}"))
+
+# Private attributes, read where they are needed as a call in between would cost as much as the question.
+#   _version  an object's count of writes in place: the only sign of a write that there is
+#   _base, _is_view()  what a tensor is a view of
+#   _cdata  a storage's identity (`data_ptr()` of two empty storages is the same)
+#   _schema, _overloadname, _overloadpacket  what an op reads, writes and returns: `torch.library` has no reader
+_ATTRIBUTES: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (torch.Tensor, ("_version", "_base", "_is_view")),
+    (torch.UntypedStorage, ("_cdata",)),
+    (torch.ops.aten.relu.default, ("_schema", "_overloadname", "_overloadpacket")),
+)
+for _owner, _names in _ATTRIBUTES:
+    for _name in _names:
+        if not hasattr(_owner, _name):
+            raise unusable_torch(f"no attribute {_name}", torch.__version__)
+
+
+def profiler_events(profiler: Any) -> list[Any]:
+    """Return the raw events of a finished ``torch.profiler.profile``; its public ``events()`` drops ``[memory]``."""
+    return profiler.profiler.kineto_results.events()
+
+
+def dump_cuda_memory(path: str) -> None:
+    """Write CUDA's memory history for pytorch.org/memory_viz; torch documents the call in spite of its underscore."""
+    torch.cuda.memory._dump_snapshot(path)
+
+
+__all__ = [
+    "AUTOCAST_KEYS",
+    "OLDEST_TORCH",
+    "BelowAutograd",
+    "DispatchKey",
+    "ExcludeKeys",
+    "FakeCopyMode",
+    "FakeTensor",
+    "FakeTensorMode",
+    "NoTorchDispatch",
+    "OpOverload",
+    "SetKeyExcluded",
+    "TorchDispatchMode",
+    "current_dispatch_mode",
+    "dump_cuda_memory",
+    "graph_task_id",
+    "is_key_excluded",
+    "n_dispatch_modes",
+    "no_dispatch_modes",
+    "pop_dispatch_mode",
+    "profiler_events",
+    "push_dispatch_mode",
+    "set_grad_enabled",
+    "top_saved_tensors_hooks",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map_only",
+]
