@@ -57,15 +57,41 @@ def read_record(kind: type[T], found: Mapping[str, Any] | Sequence[Any]) -> T:
     return kind(**{name: _read(hints[name], item, f"{kind.__name__}.{name}") for name, item in found.items()})
 
 
+def plain_of(record: Any) -> Any:
+    """A dataclass of plain fields as a mapping, to be read back by ``read_record``.
+
+    Records that stand for one of several kinds carry their kind: a class attribute of that name.
+    """
+    if isinstance(record, (tuple, list)):
+        return [plain_of(item) for item in record]
+    if not hasattr(record, "__dataclass_fields__"):
+        return record
+    names = [f.name for f in fields(record)]
+    tag = {"kind": record.kind} if hasattr(record, "kind") and "kind" not in names else {}
+    return tag | {name: plain_of(getattr(record, name)) for name in names}
+
+
 @cache
 def _hints(kind: Any) -> dict[str, Any]:
     hints = get_type_hints(kind)
     return {f.name: hints[f.name] for f in fields(kind)}
 
 
+def _read_one_of(hints: tuple[Any, ...], item: Any, where: str) -> Any:
+    """A field of several types: one or None, or records that are told apart by their kind."""
+    tagged = {hint.kind: hint for hint in hints if hasattr(hint, "__dataclass_fields__")}
+    if not tagged:
+        return None if item is None else _read(hints[0], item, where)
+    found = dict(item) if isinstance(item, Mapping) else {}
+    kind = found.pop("kind", None)
+    if not isinstance(kind, str) or kind not in tagged:
+        raise ValueError(f"{where} is of the unknown kind {kind!r}; known: {', '.join(tagged)}")
+    return read_record(tagged[kind], found)
+
+
 def _read(hint: Any, item: Any, where: str) -> Any:
     if isinstance(hint, UnionType):
-        return None if item is None else _read(get_args(hint)[0], item, where)
+        return _read_one_of(get_args(hint), item, where)
     if get_origin(hint) is tuple and isinstance(item, list):
         return tuple(_read(get_args(hint)[0], entry, where) for entry in item)
     if hasattr(hint, "__dataclass_fields__") and isinstance(item, (dict, list)):

@@ -4,32 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ctdr_lightning.memory.traces.trace import Trace
 
-KINDS = ("keep", "recompute", "offload", "compress")
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """The value is held, as plain autograd does."""
+
+    kind: ClassVar[str] = "keep"
 
 
 @dataclass(frozen=True, slots=True)
-class Action:
-    """What happens to one value.
+class Recompute:
+    """The value is dropped, and made again where the backward or another replay needs it.
 
     Attributes:
-        kind: ``"keep"``, ``"recompute"``, ``"offload"`` or ``"compress"``.
-        cache: Recompute only: hold the value after its first replay for its next use (speed-centric), or make it again
-            each
-            time (memory-centric).
-        holder: Where an offloaded or compressed value waits.
+        stays: Whether it stays after its first replay for its next use (speed-centric), or is made again each time
+            (memory-centric).
     """
 
-    kind: str
-    cache: bool = True
-    holder: str = ""
+    kind: ClassVar[str] = "recompute"
+    stays: bool = True
 
 
-KEEP = Action("keep")
-RECOMPUTE = Action("recompute")
-RECOMPUTE_EACH = Action("recompute", cache=False)
+Action = Keep | Recompute
+KEEP = Keep()
+RECOMPUTE = Recompute()
+RECOMPUTE_EACH = Recompute(stays=False)
 Actions = Mapping[int, Action]
 
 
@@ -42,17 +45,17 @@ def action_of(trace: Trace, actions: Actions, value: int) -> Action:
         return KEEP
     given = actions.get(value)
     if given is not None:
-        return RECOMPUTE if given.kind == "keep" and value in trace.fleeting else given
+        return RECOMPUTE if isinstance(given, Keep) and value in trace.fleeting else given
     return KEEP if trace.values[value].saves else RECOMPUTE_EACH
 
 
 def dropped_values(trace: Trace, actions: Actions) -> set[int]:
     """Every value that a plan makes again: what it drops, and what is needed on the way back to what it keeps."""
-    stack = [v for v in trace.saved if action_of(trace, actions, v).kind == "recompute"]
+    stack = [v for v in trace.saved if isinstance(action_of(trace, actions, v), Recompute)]
     found: set[int] = set()
     while stack:
         value = stack.pop()
-        if value in found or action_of(trace, actions, value).kind != "recompute":
+        if value in found or not isinstance(action_of(trace, actions, value), Recompute):
             continue
         found.add(value)
         stack.extend(trace.ops[trace.values[value].op].inputs)

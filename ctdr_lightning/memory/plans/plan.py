@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from ctdr_lightning.basics.documents import parse_document, read_record
+from ctdr_lightning.basics.documents import parse_document, plain_of, read_record
 from ctdr_lightning.basics.errors import CheckpointError
 from ctdr_lightning.basics.files import write_text
 from ctdr_lightning.basics.units import format_bytes, format_seconds
-from ctdr_lightning.memory.plans.actions import KINDS, Action
+from ctdr_lightning.memory.plans.actions import Action, Recompute
 from ctdr_lightning.memory.plans.regions import Regions
 from ctdr_lightning.memory.plans.script import STAYS, ScriptLine
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,10 @@ class Decision:
     def sentence(self) -> str:
         """The decision in one sentence."""
         where, size = f"{self.module} ({self.op.split('.')[1]})", format_bytes(self.n_bytes)
-        if self.action.kind == "keep":
-            return f"{where}: kept, holds {size} and saves {format_seconds(self.seconds)} of recomputation"
-        if self.action.kind == "recompute":
-            again = "" if self.action.cache else ", each time it is used"
+        if isinstance(self.action, Recompute):
+            again = "" if self.action.stays else ", each time it is used"
             return f"{where}: recomputed, frees {size} for {format_seconds(self.seconds)}{again}"
-        return f"{where}: {self.action.kind} to {self.action.holder}, frees {size}"
+        return f"{where}: kept, holds {size} and saves {format_seconds(self.seconds)} of recomputation"
 
 
 @dataclass(frozen=True)
@@ -106,10 +104,10 @@ class Plan:
         Args:
             path: File to write; it is complete or absent, never half-written.
         """
-        head = {k: v for k, v in asdict(replace(self, decisions=(), script=())).items() if v != ()}
+        head = {k: v for k, v in plain_of(replace(self, decisions=(), script=())).items() if v != []}
         lines = [json.dumps({"kind": "plan", "version": PLAN_VERSION, **head})[:-1]]
         for name, rows in (("decisions", self.decisions), ("script", self.script)):
-            body = ",\n".join(json.dumps(asdict(row)) for row in rows)
+            body = ",\n".join(json.dumps(plain_of(row)) for row in rows)
             lines.append(f'"{name}": [\n{body}\n]')
         text = ",\n".join(lines) + "}\n"
         if path is not None:
@@ -132,10 +130,7 @@ class Plan:
         return plan
 
     def _check(self) -> None:
-        """Raise where an action or a script line means nothing."""
-        for decision in self.decisions:
-            if decision.action.kind not in KINDS:
-                raise ValueError(f"action {decision.action.kind!r}")
+        """Raise where a script line means nothing."""
         for line in self.script:
             if not set(line.stays) <= STAYS:
                 raise ValueError(f"stays {line.stays!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from ctdr_lightning.memory.plans.actions import Actions, action_of, dropped_values
+from ctdr_lightning.memory.plans.actions import Actions, Recompute, action_of, dropped_values
 from ctdr_lightning.memory.traces.op_kinds import TRACKED_VIEWS
 from ctdr_lightning.memory.traces.trace import OpRecord, Trace
 
@@ -80,8 +80,8 @@ def _stays(trace: Trace, actions: Actions, value: int) -> str:
     if value < 0:
         return "no"
     action = action_of(trace, actions, value)
-    if action.kind != "recompute":
+    if not isinstance(action, Recompute):
         return "kept"
-    if not action.cache:
+    if not action.stays:
         return "no"
     return "awaited" if trace.values[value].saves else "needed"

@@ -115,7 +115,7 @@ def _actions(staged: StagedProgram, numbers: np.ndarray, threshold: float) -> di
     stages: dict[int, list[int]] = {v: [] for op in again for v in trace.ops[op].outputs if v >= 0}
     for stage, value in sorted(staged.present):
         stages.setdefault(value, []).append(stage)
-    actions = {}
+    actions: dict[int, Action] = {}
     for value, where in stages.items():
         runs = again[trace.values[value].op]
         if not runs and where and (where[0], value) in held:

@@ -70,7 +70,7 @@ class Chain:
             kept_stages: Stages whose output is held.
             dropped_stages: Stages whose inner values, and whose output unless held, are recomputed.
         """
-        actions = dict.fromkeys(self.held, KEEP)
+        actions: dict[int, Action] = dict.fromkeys(self.held, KEEP)
         for index, stage in enumerate(self.stages):
             if index in dropped_stages:
                 actions.update((v, RECOMPUTE) for v in stage.inner if v not in self.held)

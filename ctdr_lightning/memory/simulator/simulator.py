@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ctdr_lightning.memory.plans.actions import Action, Actions, action_of
+from ctdr_lightning.memory.plans.actions import Action, Actions, Recompute, action_of
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.simulator.effect import Effect, effect_of
 from ctdr_lightning.memory.simulator.groups import Flags, Group, Groups
@@ -194,7 +194,8 @@ class Simulator:
     def _flags(self, value: int) -> Flags:
         """Whether a value is dropped, and whether a replay that passes it leaves it behind."""
         action = action_of(self.trace, self.actions, value)
-        return action.kind == "recompute", action.cache
+        drops = isinstance(action, Recompute)
+        return drops, not isinstance(action, Recompute) or action.stays
 
     def _regroup(self) -> None:
         """Exchange the groups that the last change of flags concerns, and settle what they hold."""

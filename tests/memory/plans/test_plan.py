@@ -2,10 +2,12 @@ import pytest
 import torch
 from torch import nn
 
+from ctdr_lightning.basics.documents import plain_of, read_record
 from ctdr_lightning.basics.errors import CheckpointError, ConfigError, InfeasibleBudgetError
 from ctdr_lightning.memory import KEEP, POLICIES, RECOMPUTE, RECOMPUTE_EACH, Budget, Plan, plan, record, simulate
 from ctdr_lightning.memory.planner import resolve_budget
 from ctdr_lightning.memory.plans.actions import action_of, dropped_values
+from ctdr_lightning.memory.plans.plan import Decision
 from ctdr_lightning.memory.plans.script import write_script
 from ctdr_lightning.memory.search.infeasible import culprit
 from tests.memory.graphs import chain, graph_trace
@@ -106,7 +108,7 @@ def test_json_round_trip(tmp_path):
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [('"kind": "keep"', '"kind": "burn"'), ('"awaited"', '"forever"'), ('"cache": true', '"cache": "yes"')],
+    [('"kind": "keep"', '"kind": "burn"'), ('"awaited"', '"forever"'), ('"stays": true', '"stays": "yes"')],
 )
 def test_nonsense_in_a_plan_is_refused(old, new):
     text = planned(TRACE, everything_dropped(TRACE)).to_json()
@@ -153,3 +155,14 @@ def test_policies_by_name_and_as_callables():
     assert made.recompute_seconds > 0
     assert made.gap >= 0
     assert {"keep", "sqrt"} <= set(POLICIES)
+
+
+@pytest.mark.parametrize("action", [KEEP, RECOMPUTE, RECOMPUTE_EACH])
+def test_an_action_is_a_record_that_says_its_kind(action):
+    row = Decision(3, "layer", "aten.relu.default", 8, 0.5, action)
+    written = plain_of(row)
+    assert written["action"]["kind"] == action.kind
+    assert read_record(Decision, written) == row
+    for damaged in ({"kind": "burn"}, {"stays": True}, {**written["action"], "holder": "moon"}, "keep", None):
+        with pytest.raises(ValueError, match=r"kind|unknown"):
+            read_record(Decision, {**written, "action": damaged})
