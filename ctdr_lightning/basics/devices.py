@@ -11,10 +11,7 @@ from functools import lru_cache
 from time import perf_counter
 from typing import Any
 
-import torch
-
 from ctdr_lightning.basics.errors import ConfigError
-from ctdr_lightning.basics.torch_private import no_dispatch_modes
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +67,11 @@ def device_model(name: str | None = None) -> DeviceModel:
 
 @lru_cache(maxsize=1)
 def _measured_processor() -> DeviceModel:
+    # torch is imported where a device is asked: the planning half reads this table and knows no torch.
+    import torch
+
+    from ctdr_lightning.basics.torch_private import no_dispatch_modes
+
     with torch.no_grad(), no_dispatch_modes():
         matrix, vector = torch.ones(384, 384), torch.ones(2**22)
         flops = 2 * 384**3 / _best(lambda: matrix @ matrix)
@@ -85,3 +87,17 @@ def _best(call: Any, repeats: int = 7) -> float:
         call()
         times.append(perf_counter() - start)
     return min(times)
+
+
+def memory_bytes_here(device: str) -> int | None:
+    """All memory of this machine's device of a type.
+
+    Args:
+        device: Type of the device, such as ``"cuda"``.
+
+    Returns:
+        Bytes; None where the type has no memory of its own or is not here.
+    """
+    import torch
+
+    return torch.cuda.mem_get_info()[1] if device == "cuda" and torch.cuda.is_available() else None

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ctdr_lightning.basics.units import format_bytes
-
-PLAN_VERSION = 1
+from ctdr_lightning.decomposition.choose.choices import PLAN_VERSION
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
-
+from ctdr_lightning.basics.devices import memory_bytes_here
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.units import parse_bytes
 from ctdr_lightning.memory.bounds.lower_bound import lower_bound_seconds
@@ -73,7 +72,7 @@ def resolve_budget(budget: int | float | str | Budget | None, device: str, stati
         return budget
     if budget is None:
         return Budget()
-    total = torch.cuda.mem_get_info()[1] if device == "cuda" and torch.cuda.is_available() else None
+    total = memory_bytes_here(device)
     return Budget(peak_bytes=max(parse_bytes(budget, total_bytes=total) - static_bytes, 1))
 
 

@@ -113,9 +113,15 @@ def test_nothing_evaluates_text_or_unpickles():
     assert found == []
 
 
+OWNERS = "trainer|pl_module|strategy|logger|fit_loop|epoch_loop|val_loop|loop|precision_plugin|datamodule|lightning"
+MODULES = "from (?:lightning|pytorch_lightning)"
+PRIVATE = rf"\b(?:{OWNERS})\._[a-z]|{MODULES}[\w.]*\._|{MODULES}.*import _"
+
+
 def test_no_private_attribute_of_lightning_is_used():
-    objects = r"(trainer|pl_module|strategy|logger|loop|fit_loop|datamodule|lightning)"
-    assert matches(PRODUCT, rf"\b{objects}\._[a-z]") == []
+    for sample in ("trainer._logger_connector", "from lightning.pytorch._private import x", "from lightning import _x"):
+        assert re.search(PRIVATE, sample)
+    assert matches(PRODUCT, PRIVATE) == []
 
 
 def test_type_ignores_carry_a_code_and_no_work_is_left_for_later():

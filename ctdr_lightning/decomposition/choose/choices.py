@@ -9,8 +9,8 @@ from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.decomposition.choose.rank import explicit
 from ctdr_lightning.decomposition.choose.select import Layer
 from ctdr_lightning.decomposition.methods import METHODS, Candidate
-from ctdr_lightning.decomposition.report import PLAN_VERSION
 
+PLAN_VERSION = 1
 _HINT = "Use what report.to_plan() gave, or edit a copy of it."
 
 
