@@ -1,0 +1,283 @@
+"""Small trained networks that the benchmarks of ranks share; each is trained once a seed and kept in a folder.
+
+``python -m benchmarks.trained_nets`` trains what is missing (one thread) and prints what each reaches. The networks:
+
+* C: six layers, BatchNorm, 8 x 8 digits (278,890 parameters).
+* D: the demo's CNN, 16 x 16 digits (1,940,970).
+* R: a residual network of nine blocks, 16 x 16 digits (272,186).
+* V: a vision transformer, 16 x 16 digits (about 452,000).
+* G: a character GPT on the text of Python's own library (about 838,000); its score is a loss in nats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import sysconfig
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from statistics import median
+
+import torch
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ctdr_lightning.evaluate.measure import one_thread
+from ctdr_lightning.recovery.batchnorm import reestimate
+from recipes.classifier import cnn
+from recipes.demo import STRIDES, WIDTHS
+
+Batch = tuple[Tensor, Tensor]
+FOLDER = Path(os.environ.get("CTDR_NETS", Path(tempfile.gettempdir()) / "ctdr_trained_nets"))
+BATCH = 64
+
+
+@dataclass(frozen=True)
+class Net:
+    """One trained network with its task.
+
+    Args:
+        name: "C", "D", "R", "V" or "G".
+        model: Trained, in evaluation mode. Copy it before you change it.
+        batches: Training batches ``(inputs, targets)`` in order, not augmented.
+        held_out: What ``score`` is taken on.
+        augment: Changes a batch of inputs while training.
+        rate: Learning rate of fine-tuning; a fifth of it for the transformers' AdamW.
+        is_text: Whether the score is a mean loss in nats (less is better), not an accuracy in percent.
+    """
+
+    name: str
+    model: nn.Module
+    batches: Sequence[Batch] = field(repr=False)
+    held_out: Sequence[Batch] = field(repr=False)
+    augment: Callable[[Tensor], Tensor]
+    rate: float
+    is_text: bool = False
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Mean cross-entropy of a batch; the logits' classes are their last axis."""
+        logits = model(batch[0])
+        return F.cross_entropy(logits.flatten(0, -2), batch[1].flatten())
+
+    @torch.no_grad()
+    def score(self, model: nn.Module) -> float:
+        """Accuracy in percent on what is held out; for G its mean loss in nats."""
+        was, right, lost, seen = model.training, 0, 0.0, 0
+        model.eval()
+        for inputs, targets in self.held_out:
+            logits = model(inputs)
+            right += int((logits.argmax(-1) == targets).sum())
+            lost += float(F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum"))
+            seen += targets.numel()
+        model.train(was)
+        return lost / seen if self.is_text else 100 * right / seen
+
+    def reestimated(self, model: nn.Module) -> nn.Module:
+        """The same model after its BatchNorm statistics were taken again on all training batches."""
+        reestimate(model, lambda batch: model(batch[0]), self.batches)
+        return model
+
+    def fine_tune(self, model: nn.Module, epochs: int, seed: int = 0) -> nn.Module:
+        """Train in place for some epochs under a cosine schedule (SGD with momentum, AdamW for transformers)."""
+        _train(self, model, epochs, seed, self.rate)
+        return model
+
+
+def trained(name: str, seed: int = 0) -> Net:
+    """A trained network, from the folder where it was trained before.
+
+    Args:
+        name: "C", "D", "R", "V" or "G".
+        seed: Seed of its initialisation and of its training.
+    """
+    path = FOLDER / f"{name}{seed}.pt"
+    torch.manual_seed(seed)
+    task, epochs, rate = _TASKS[name]()
+    if path.exists():
+        task.model.load_state_dict(torch.load(path, weights_only=True))
+    else:
+        with one_thread():
+            _train(task, task.model, epochs, seed, rate)
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        torch.save(task.model.state_dict(), partial)
+        partial.rename(path)
+    task.model.eval()
+    return task
+
+
+def copied(net: Net) -> nn.Module:
+    """A copy of a trained network's model, to be changed."""
+    return copy.deepcopy(net.model)
+
+
+def _train(net: Net, model: nn.Module, epochs: int, seed: int, rate: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    steps = epochs * len(net.batches)
+    if net.name in "VG":
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=1e-4, nesterov=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps, pct_start=0.15)
+    torch.manual_seed(seed)
+    model.train()
+    for _ in range(epochs):
+        for batch in _shuffled(net.batches, generator):
+            loss = net.loss(model, (net.augment(batch[0]), batch[1]))
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 5.0)
+            optimizer.step()
+            schedule.step()
+    model.eval()
+
+
+def _shuffled(batches: Sequence[Batch], generator: torch.Generator) -> list[Batch]:
+    inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    size = len(batches[0][0])
+    order = torch.randperm(len(inputs), generator=generator)
+    return [(inputs[rows], targets[rows]) for rows in order.split(size) if len(rows) == size]
+
+
+@lru_cache
+def _digits(side: int) -> tuple[list[Batch], list[Batch]]:
+    digits = load_digits()
+    images = torch.tensor(digits.images / 16.0, dtype=torch.float32)[:, None]
+    images = F.interpolate(images, size=(side, side), mode="bilinear") if side != 8 else images
+    labels = torch.tensor(digits.target)
+    parts = train_test_split(range(len(labels)), test_size=0.4, random_state=0, stratify=digits.target)
+    train, test = ([(images[r], labels[r]) for r in torch.tensor(part).split(BATCH)] for part in parts)
+    return train, test
+
+
+def _shift_and_noise(images: Tensor) -> Tensor:
+    most = images.shape[-1] // 16
+    dx, dy = torch.randint(-most, most + 1, (2,)).tolist()
+    return torch.roll(images, (dx, dy), (2, 3)) + 0.15 * torch.randn_like(images)
+
+
+def _c() -> tuple[Net, int, float]:
+    def stage(n_in: int, n_out: int) -> list[nn.Module]:
+        return [nn.Conv2d(n_in, n_out, 3, padding=1, bias=False), nn.BatchNorm2d(n_out), nn.ReLU()]
+
+    stages = [*stage(1, 32), *stage(32, 64), *stage(64, 64), nn.MaxPool2d(2), *stage(64, 128), *stage(128, 128)]
+    model = nn.Sequential(*stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
+    return Net("C", model, *_digits(8), _shift_and_noise, 0.02), 15, 0.1
+
+
+def _d() -> tuple[Net, int, float]:
+    return Net("D", cnn(WIDTHS, STRIDES), *_digits(16), _shift_and_noise, 0.02), 10, 0.1
+
+
+class _Residual(nn.Module):
+    def __init__(self, n_in: int, n_out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(n_in, n_out, 3, stride, 1, bias=False), nn.BatchNorm2d(n_out)
+        self.conv2, self.norm2 = nn.Conv2d(n_out, n_out, 3, 1, 1, bias=False), nn.BatchNorm2d(n_out)
+        self.short = nn.Identity()
+        if n_in != n_out:
+            self.short = nn.Sequential(nn.Conv2d(n_in, n_out, 1, stride, bias=False), nn.BatchNorm2d(n_out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(y)) + self.short(x))
+
+
+def _r() -> tuple[Net, int, float]:
+    blocks: list[nn.Module] = []
+    for n_in, n_out, stride in ((16, 16, 1), (16, 32, 2), (32, 64, 2)):
+        blocks += [_Residual(n_in, n_out, stride), _Residual(n_out, n_out, 1), _Residual(n_out, n_out, 1)]
+    stem = [nn.Conv2d(1, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
+    model = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+    return Net("R", model, *_digits(16), _shift_and_noise, 0.02), 15, 0.1
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int, heads: int, causal: bool) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(n, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        x = x + self.out(mixed.transpose(1, 2).reshape(n, length, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class _VisionTransformer(nn.Module):
+    def __init__(self, width: int = 96, depth: int = 4) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(1, width, 4, 4)
+        self.place = nn.Parameter(0.02 * torch.randn(16, width))
+        self.blocks = nn.Sequential(*(_Block(width, 4, causal=False) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.patch(x).flatten(2).transpose(1, 2) + self.place
+        return self.head(self.norm(self.blocks(tokens)).mean(1))
+
+
+def _v() -> tuple[Net, int, float]:
+    return Net("V", _VisionTransformer(), *_digits(16), _shift_and_noise, 3e-4), 30, 2e-3
+
+
+class _GPT(nn.Module):
+    def __init__(self, n_tokens: int, length: int, width: int = 128, depth: int = 4) -> None:
+        super().__init__()
+        self.token, self.place = nn.Embedding(n_tokens, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(_Block(width, 4, causal=True) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, n_tokens)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token(tokens) + self.place.weight[: tokens.shape[1]]
+        return self.head(self.norm(self.blocks(x)))
+
+
+@lru_cache
+def _library_text(length: int, n_batches: int, n_held_out: int) -> tuple[list[Batch], list[Batch]]:
+    sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    text = "".join(path.read_text(errors="ignore") for path in sources)
+    characters = "".join(c for c in text if " " <= c <= "~" or c == "\n")
+    codes = torch.tensor(list(characters.encode())) - 31
+    codes = codes.clamp_min(0)  # the newline becomes 0, a printable character 1 to 95
+    pieces = codes[: len(codes) // (length + 1) * (length + 1)].view(-1, length + 1)
+    pieces = pieces[torch.randperm(len(pieces), generator=torch.Generator().manual_seed(0))]
+    batches = [(piece[:, :-1], piece[:, 1:]) for piece in pieces.split(16)[: n_batches + n_held_out]]
+    return batches[n_held_out:], batches[:n_held_out]
+
+
+def _g() -> tuple[Net, int, float]:
+    batches = _library_text(96, 500, 16)
+    return Net("G", _GPT(96, 96), *batches, lambda tokens: tokens, 3e-4, is_text=True), 1, 2e-3
+
+
+_TASKS: dict[str, Callable[[], tuple[Net, int, float]]] = {"C": _c, "D": _d, "R": _r, "V": _v, "G": _g}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--nets", default="".join(_TASKS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    options = parser.parse_args()
+    for name in options.nets:
+        scores = []
+        for seed in options.seeds:
+            net = trained(name, seed)
+            scores.append(net.score(net.model))
+        n_parameters = sum(parameter.numel() for parameter in net.model.parameters())
+        shown = " ".join(f"{score:.4g}" for score in scores)
+        print(f"{name}: {n_parameters:,} parameters, {median(scores):.4g} ({shown})", flush=True)
+
+
+if __name__ == "__main__":
+    main()
