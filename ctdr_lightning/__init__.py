@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from ctdr_lightning.decomposition import Report, decompose, merge
+from ctdr_lightning.decomposition import Choices, Report, decompose, merge
 from ctdr_lightning.decomposition.layers.from_checkpoint import restore
 from ctdr_lightning.memory import (
     Budget,
@@ -27,6 +27,7 @@ _LAZY = {"CTDRCallback": "callback", "Recovery": "recovery"}
 __all__ = [
     "Budget",
     "CTDRCallback",
+    "Choices",
     "Plan",
     "Recovery",
     "Report",

@@ -9,11 +9,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.decomposition import Choices
 from ctdr_lightning.recovery import Recovery
 from ctdr_lightning.trainer.accuracy.coach import Coach
 from ctdr_lightning.trainer.checkpoints import CompleteFileIO, write_complete_files
 from ctdr_lightning.trainer.modules import is_compiled, overrides
-from ctdr_lightning.trainer.options import Options, read_state
+from ctdr_lightning.trainer.options import CallbackOptions, read_state
 from ctdr_lightning.trainer.randomness import Randomness
 from ctdr_lightning.trainer.reports.loggers import log_scalars
 from ctdr_lightning.trainer.reports.monitor import Monitor
@@ -26,7 +27,7 @@ from ctdr_lightning.trainer.training_step.memory_stage import MemoryStage
 from ctdr_lightning.trainer.training_step.retry import is_out_of_memory
 from ctdr_lightning.trainer.training_step.step_runner import StepEngine
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 RankValue = float | int | str
 
 
@@ -42,7 +43,8 @@ class CTDRCallback(Callback):
         policy: Name of the memory policy. Without a budget ``"auto"`` makes the peak as small as it can be in no more
             than the dense model's time, and ``"keep"`` plans nothing.
         recovery: True for the default schedule, a `Recovery`, its fields, or a YAML file; None for no recovery.
-        plan: A decomposition plan, or its JSON or YAML file, in the place of ``rank``, ``method`` and ``select``.
+        choices: A report's ``choices``, or their JSON or YAML file, in the place of ``rank``, ``method`` and
+            ``select``.
         max_slowdown: Without a budget: how long a step may take, in steps of the dense model.
         retry_on_oom: Run a step that ran out of memory again, under a tighter plan and from the same random state.
         allow_untested: Go on under a strategy that is not among the tested ones.
@@ -64,7 +66,7 @@ class CTDRCallback(Callback):
         memory_budget: int | float | str | None = None,
         policy: str = "auto",
         recovery: Recovery | dict[str, Any] | str | bool | None = None,
-        plan: dict[str, Any] | str | None = None,
+        choices: Choices | dict[str, Any] | str | None = None,
         max_slowdown: float = 1.0,
         retry_on_oom: bool = True,
         allow_untested: bool = False,
@@ -72,11 +74,11 @@ class CTDRCallback(Callback):
     ) -> None:
         super().__init__()
         schedule = Recovery.read(recovery)
-        self.options = Options(
-            rank, method, select, memory_budget, policy, schedule, plan, max_slowdown,
+        self.options = CallbackOptions(
+            rank, method, select, memory_budget, policy, schedule, choices, max_slowdown,
             retry_on_oom, allow_untested, verbose,
         )  # fmt: skip
-        self.surgeon = Surgeon(self.options.decomposition(), self.options.read_plan(), schedule)
+        self.surgeon = Surgeon(self.options.decomposition(), self.options.read_choices(), schedule)
         if schedule is not None and not self.surgeon.cuts:
             raise ConfigError("recovery is given, but nothing is decomposed.", "Give rank=, or leave recovery out.")
         self.coach = Coach(schedule, self.surgeon) if schedule is not None else None
@@ -90,7 +92,7 @@ class CTDRCallback(Callback):
 
     @classmethod
     def from_checkpoint(cls, path: str | Path, **changes: Any) -> CTDRCallback:
-        """The callback that wrote a checkpoint, following that checkpoint's plan.
+        """The callback that wrote a checkpoint, following that checkpoint's choices.
 
         Args:
             path: A Lightning checkpoint of a run with this callback.
@@ -102,7 +104,7 @@ class CTDRCallback(Callback):
         state = read_state(CompleteFileIO().load_checkpoint(path), cls.__qualname__, STATE_VERSION)
         surgeon = Surgeon(None, None, None)
         surgeon.load(state.get("surgery"))
-        return cls(**{**Options.arguments(state.get("options")), "plan": surgeon.plan, **changes})
+        return cls(**{**CallbackOptions.arguments(state.get("options")), "choices": surgeon.choices, **changes})
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -265,7 +267,7 @@ class CTDRCallback(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Primitives and tensors: the plan, where recovery stands, the options."""
+        """Primitives and tensors: the choices, where recovery stands, the options."""
         state = {
             "version": STATE_VERSION,
             "options": self.options.to_dict(),

@@ -55,7 +55,7 @@ def _decompose(options: argparse.Namespace) -> None:
     report = decompose(_model(options.model), options.rank, options.method, options.select)
     print(report)
     if options.save:
-        write_text(options.save, json.dumps(report.to_plan(), indent=2) + "\n")
+        write_text(options.save, json.dumps(report.choices.to_dict(), indent=2) + "\n")
 
 
 def _plan(options: argparse.Namespace) -> None:

@@ -129,7 +129,7 @@ def test_restore_and_merge_after_training(tmp_path):
         ({"recovery": {"phase": []}}, "phases"),
         ({"recovery": {"reference": 0.9}}, "monitor"),
         ({"recovery": True, "rank": None}, "recovery"),
-        ({"plan": {"version": 1}}, "plan"),
+        ({"choices": {"version": 1}}, "choices"),
     ],
 )
 def test_a_bad_argument_is_named_when_the_callback_is_made(options, named):

@@ -73,7 +73,7 @@ def test_any_schedule_file(content):
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     try:
         ends_well(lambda: Recovery.read(str(path)))
-        ends_well(lambda: CTDRCallback(plan=str(path)))
+        ends_well(lambda: CTDRCallback(choices=str(path)))
     finally:
         path.unlink()
 
@@ -85,7 +85,7 @@ ARGUMENTS = [
     "memory_budget",
     "policy",
     "recovery",
-    "plan",
+    "choices",
     "max_slowdown",
     "allow_untested",
     "verbose",
@@ -129,9 +129,9 @@ def mutate(draw, thing):
 @MANY
 @given(st.data())
 def test_any_change_to_a_plan(data):
-    plan = decompose(parts.Blobs(), rank=0.5, progress=False).to_plan()
+    plan = decompose(parts.Blobs(), rank=0.5, progress=False).choices.to_dict()
     changed = mutate(data.draw, plan)
-    ends_well(lambda: decompose(parts.Blobs(), plan=changed, progress=False))
+    ends_well(lambda: decompose(parts.Blobs(), choices=changed, progress=False))
 
 
 @MANY
@@ -206,7 +206,7 @@ def test_hostile_pickles_are_refused_and_not_run(tmp_path):
             lambda path=path: restore(parts.Blobs(), path),
             lambda path=path: CTDRCallback.from_checkpoint(path),
             lambda path=path: CompleteFileIO().load_checkpoint(path),
-            lambda path=path: CTDRCallback(plan=str(path)),
+            lambda path=path: CTDRCallback(choices=str(path)),
             lambda path=path: parts.fit(parts.blobs(), CTDRCallback(policy="keep", verbose=False), ckpt_path=path),
         ):
             with pytest.raises(CTDRError) as caught:

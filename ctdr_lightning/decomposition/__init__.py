@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ctdr_lightning.decomposition.algorithms.solvers import SOLVERS, Solver
 from ctdr_lightning.decomposition.apply import decompose
+from ctdr_lightning.decomposition.choose.choices import Choices, LayerChoice
 from ctdr_lightning.decomposition.choose.rank import RANK_RULES, Rule
 from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer
 from ctdr_lightning.decomposition.layers.surgery import merge
@@ -16,8 +17,10 @@ __all__ = [
     "METHODS",
     "RANK_RULES",
     "SOLVERS",
+    "Choices",
     "FactorizedLayer",
     "Kind",
+    "LayerChoice",
     "LayerReport",
     "Method",
     "Report",

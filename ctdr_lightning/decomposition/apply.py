@@ -12,15 +12,15 @@ from torch import nn
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.parallel import each
 from ctdr_lightning.decomposition.algorithms.solvers import SOLVERS
-from ctdr_lightning.decomposition.choose.choices import read_plan
-from ctdr_lightning.decomposition.choose.costs import Terms, samples, stage_costs, weigh
+from ctdr_lightning.decomposition.choose.choices import Choices, LayerChoice, checked
+from ctdr_lightning.decomposition.choose.costs import CostModel, samples, stage_costs, weigh
 from ctdr_lightning.decomposition.choose.observe import with_given_shapes, with_shapes, with_whitening
-from ctdr_lightning.decomposition.choose.propose import Decision, MethodLike, Wish, propose
+from ctdr_lightning.decomposition.choose.propose import MethodLike, Request, propose
 from ctdr_lightning.decomposition.choose.rank import RankLike
 from ctdr_lightning.decomposition.choose.select import Layer, find_layers, on_processor
 from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer
 from ctdr_lightning.decomposition.layers.surgery import factorize, replace_everywhere
-from ctdr_lightning.decomposition.methods import METHODS, Candidate
+from ctdr_lightning.decomposition.methods import METHODS
 from ctdr_lightning.decomposition.report import LayerReport, Report
 from ctdr_lightning.decomposition.shapes.layer_kinds import weight_of
 
@@ -33,7 +33,7 @@ def decompose(
     method: MethodLike | Mapping[str, MethodLike] = "auto",
     select: str | Sequence[str] | None = None,
     *,
-    plan: Mapping[str, Any] | None = None,
+    choices: Choices | Mapping[str, Any] | None = None,
     allocate: str | None = None,
     solver: str = "gram",
     multiple: int = 1,
@@ -58,8 +58,8 @@ def decompose(
         method: Method name, several to choose from, a mapping from pattern to these, or ``"auto"``: the least error at
             equal parameters among Tucker, spatial and plain SVD.
         select: Patterns of the layers to take; ``!`` leaves out. None takes all.
-        plan: What an earlier report's ``to_plan()`` gave: applied as it is, no weight is looked at to decide; ``rank``,
-            ``method`` and ``select`` are not read.
+        choices: An earlier report's ``choices``, or their ``to_dict()``: applied as they are, no weight is looked at
+            to decide; ``rank``, ``method`` and ``select`` are not read.
         allocate: ``"parameters"``, ``"flops"``, ``"memory"`` or ``"seconds"``: ``rank`` is then the share of that
             resource that all layers keep together, spent where it hurts least.
         solver: Registered solver name.
@@ -91,31 +91,31 @@ def decompose(
     """
     SOLVERS[solver]
     n_before = _n_parameters(model)
-    terms = Terms(optimizer, recompute, measure)
-    layers = find_layers(model, None if plan is not None else select)
+    costs = CostModel(optimizer, recompute, measure)
+    layers = find_layers(model, None if choices is not None else select)
     if example_input is not None:
         layers = with_shapes(model, layers, example_input)
     elif input_shapes is not None:
         layers = with_given_shapes(layers, input_shapes)
     if data is not None:
         layers = with_whitening(model, layers, data, n_batches)
-    if plan is not None:
-        decisions = read_plan(plan, layers)
+    if choices is not None:
+        given = choices if isinstance(choices, Choices) else Choices.from_dict(choices)
+        chosen = checked(given, layers)
     else:
         names = [layer.name for layer in layers]
-        wish = Wish.read(names, rank, method, allocate, multiple, terms, progress)
+        request = Request.read(names, rank, method, allocate, multiple, costs, progress)
         _check_known(allocate, layers)
-        decisions = propose(layers, wish)
-    swaps: dict[nn.Module, nn.Module] = {}
-    rows = each(
-        lambda layer: _carry_out(layer, decisions[layer.name], solver, terms, swaps),
+        chosen = propose(layers, request)
+    carried_out = each(
+        lambda layer: _carry_out(layer, chosen.layers[layer.name], solver, costs),
         layers,
         "factorize",
         progress=progress,
         parallel=on_processor(layers),
     )
-    replace_everywhere(model, swaps)
-    return Report(tuple(rows), n_before, _n_parameters(model))
+    replace_everywhere(model, {layer.module: new for layer, (new, _) in zip(layers, carried_out, strict=True)})
+    return Report(tuple(row for _, row in carried_out), n_before, _n_parameters(model))
 
 
 def _check_known(allocate: str | None, layers: Sequence[Layer]) -> None:
@@ -123,21 +123,15 @@ def _check_known(allocate: str | None, layers: Sequence[Layer]) -> None:
         raise ConfigError(f"allocate={allocate!r} needs the layers' input shapes.", "Give example_input=.")
 
 
-def _carry_out(
-    layer: Layer, decision: Decision, solver: str, terms: Terms, swaps: dict[nn.Module, nn.Module]
-) -> LayerReport:
-    if isinstance(decision, str):
-        return _row(layer, layer.module, decision, None)
+def _carry_out(layer: Layer, choice: LayerChoice, solver: str, costs: CostModel) -> tuple[nn.Module, LayerReport]:
+    """The module that a layer becomes, perhaps itself, and its row of the report."""
+    if choice.method is None:
+        return layer.module, _row(layer, layer.module, choice.reason, None)
     assert layer.geometry is not None
-    name, ranks = decision.method.name, decision.ranks
-    new = factorize(layer.module, layer.geometry, name, ranks, solver, layer.whitening)
-    swaps[layer.module] = new
-    net_bytes = weigh(layer, decision, terms).net_bytes if layer.calls else None
-    return _row(layer, new, _why(decision), net_bytes)
-
-
-def _why(decision: Candidate) -> str:
-    return "smaller" if math.isnan(decision.error) else f"least found (expected error {decision.error:.4f})"
+    new = factorize(layer.module, layer.geometry, choice.method, choice.ranks, solver, layer.whitening)
+    candidate = METHODS[choice.method].at(layer.geometry, choice.ranks)
+    net_bytes = weigh(layer, candidate, costs).net_bytes if layer.calls else None
+    return new, _row(layer, new, choice.reason, net_bytes)
 
 
 def _row(layer: Layer, new: nn.Module, reason: str, net_bytes: int | None) -> LayerReport:

@@ -1,14 +1,13 @@
-"""What decomposition did to each layer: a table to read, a plan to store."""
+"""What decomposition did to each layer: a table to read, choices to store."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ctdr_lightning.basics.units import format_bytes
-from ctdr_lightning.decomposition.choose.choices import PLAN_VERSION
+from ctdr_lightning.decomposition.choose.choices import Choices, LayerChoice
 
 
 @dataclass(frozen=True)
@@ -79,9 +78,10 @@ class Report:
         """Operations of the listed layers after."""
         return sum(row.flops_after for row in self.layers)
 
-    def to_plan(self) -> dict[str, Any]:
-        """The decisions as JSON primitives, for ``decompose(model, plan=...)``."""
-        return {"version": PLAN_VERSION, "layers": {row.name: _plan_entry(row) for row in self.layers}}
+    @property
+    def choices(self) -> Choices:
+        """What became of each layer, for ``decompose(model, choices=...)``."""
+        return Choices({row.name: LayerChoice(row.method, row.ranks, row.reason) for row in self.layers})
 
     def _memory(self) -> str:
         known = [row.net_bytes for row in self.layers if row.net_bytes is not None]
@@ -98,13 +98,6 @@ class Report:
             ("whole model", "", "", "", total, f"{1 / self.compression:.1%}", _ratio(self), "", self._memory(), "")
         )
         return _table((head, *rows))
-
-
-def _plan_entry(row: LayerReport) -> dict[str, Any]:
-    entry: dict[str, Any] = {"decision": row.decision, "reason": row.reason}
-    if row.decision == "factorized":
-        entry |= {"method": row.method, "ranks": list(row.ranks)}
-    return entry
 
 
 def _ratio(row: LayerReport | Report) -> str:

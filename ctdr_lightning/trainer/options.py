@@ -10,14 +10,14 @@ from ctdr_lightning.basics.checks import real
 from ctdr_lightning.basics.errors import CheckpointError, ConfigError
 from ctdr_lightning.basics.registry import Registry
 from ctdr_lightning.basics.units import parse_bytes
-from ctdr_lightning.decomposition import METHODS
+from ctdr_lightning.decomposition import METHODS, Choices
 from ctdr_lightning.decomposition.choose.rank import RankSpec
 from ctdr_lightning.memory import POLICIES
 from ctdr_lightning.recovery.schedule import Recovery, read_yaml
 
 
 @dataclass(frozen=True)
-class Options:
+class CallbackOptions:
     """What the user asked for; the meaning of each field is told at `CTDRCallback`.
 
     Raises:
@@ -30,7 +30,7 @@ class Options:
     memory_budget: int | float | str | None
     policy: str
     recovery: Recovery | None
-    plan: Any
+    choices: Any
     max_slowdown: float
     retry_on_oom: bool
     allow_untested: bool
@@ -61,32 +61,26 @@ class Options:
 
     def decomposition(self) -> dict[str, Any] | None:
         """Arguments for `decompose`; None where nothing is decomposed."""
-        if self.rank is None or self.plan is not None:
+        if self.rank is None or self.choices is not None:
             return None
         return {"rank": self.rank, "method": self.method, "select": self.select}
 
-    def read_plan(self) -> dict[str, Any] | None:
-        """The given plan, read from its file where it is one.
+    def read_choices(self) -> Choices | None:
+        """The given choices, read from their file where they are one.
 
         Raises:
             CheckpointError: When the file cannot be read.
-            ConfigError: When it holds no plan.
+            ConfigError: When it holds no choices.
         """
-        plan = read_yaml(self.plan) if isinstance(self.plan, str) else self.plan
-        if plan is None:
-            return None
-        if not isinstance(plan, Mapping) or not isinstance(plan.get("layers"), Mapping):
-            raise ConfigError(
-                f"plan={self.plan!r} holds no plan: 'layers' is missing.", "Use what report.to_plan() gave."
-            )
-        return dict(plan)
+        given = read_yaml(self.choices) if isinstance(self.choices, str) else self.choices
+        return given if given is None or isinstance(given, Choices) else Choices.from_dict(given)
 
     @property
     def plans_memory(self) -> bool:
         """Whether steps run under a memory plan."""
         if self.memory_budget is not None:
             return True
-        time_to_spend = self.rank is not None or self.plan is not None or self.max_slowdown > 1
+        time_to_spend = self.rank is not None or self.choices is not None or self.max_slowdown > 1
         return self.policy != "keep" and (self.policy != "auto" or time_to_spend)
 
     def to_dict(self) -> dict[str, Any]:
@@ -116,6 +110,8 @@ def _known(registry: Registry[Any], argument: str, name: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Choices):
+        return value.to_dict()
     if isinstance(value, Mapping):
         return {str(key): _plain(entry) for key, entry in value.items()}
     return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value

@@ -10,13 +10,12 @@ from typing import Any
 from torch import nn
 
 from ctdr_lightning.basics.errors import CheckpointError, ConfigError
-from ctdr_lightning.decomposition import Report, decompose
+from ctdr_lightning.decomposition import Choices, Report, decompose
 from ctdr_lightning.decomposition.report import LayerReport
 from ctdr_lightning.recovery.decisions import split
 from ctdr_lightning.recovery.schedule import Recovery
 
-Plan = dict[str, Any]
-Decision = tuple[tuple[str, str] | None, Plan | None, list[list[str]]]
+Outcome = tuple[tuple[str, str] | None, Choices | None, list[list[str]]]
 
 
 class Surgeon:
@@ -24,15 +23,15 @@ class Surgeon:
 
     Args:
         options: ``rank``, ``method`` and ``select`` for `decompose`; None where nothing is decomposed.
-        plan: A plan to follow instead.
+        choices: Choices to follow instead.
         recovery: Says into how many stages the layers are split.
     """
 
-    def __init__(self, options: Mapping[str, Any] | None, plan: Plan | None, recovery: Recovery | None) -> None:
+    def __init__(self, options: Mapping[str, Any] | None, choices: Choices | None, recovery: Recovery | None) -> None:
         self._options = options
-        self._given = plan
+        self._given = choices
         self._recovery = recovery
-        self.plan: Plan | None = None
+        self.choices: Choices | None = None
         self.report: Report | None = None
         self.parameters_before = 0
         self.stages: list[list[str]] = []
@@ -54,11 +53,11 @@ class Surgeon:
         Raises:
             ConfigError: On every rank alike, when the arguments do not fit the model.
         """
-        if not self.cuts or self.plan is not None:
+        if not self.cuts or self.choices is not None:
             return
         self.parameters_before = sum(parameter.numel() for parameter in model.parameters())
         found: Any = self._decide_here(model) if strategy.is_global_zero else None
-        problem, self.plan, self.stages = strategy.broadcast(found)
+        problem, self.choices, self.stages = strategy.broadcast(found)
         if problem is not None:
             raise ConfigError(*problem)
 
@@ -70,7 +69,7 @@ class Surgeon:
         Raises:
             ConfigError: When no layer is, with each layer's reason.
         """
-        if not self.cuts or self.plan is not None:
+        if not self.cuts or self.choices is not None:
             return
         reasons = "; ".join(dict.fromkeys(row.reason for row in self.report.layers)) if self.report is not None else ""
         raise ConfigError(
@@ -78,9 +77,9 @@ class Surgeon:
             "Lower rank=, widen select=, or use CTDRCallback(rank=None) for memory planning alone.",
         )
 
-    def _decide_here(self, model: nn.Module) -> Decision:
+    def _decide_here(self, model: nn.Module) -> Outcome:
         staged = self._recovery is not None and self._recovery.staged
-        options = {"plan": self._given} if self._given is not None else dict(self._options or {})
+        options = {"choices": self._given} if self._given is not None else dict(self._options or {})
         try:
             report = decompose(deepcopy(model) if staged else model, **options)
         except ConfigError as error:
@@ -89,7 +88,7 @@ class Surgeon:
         if not report.factorized:
             return None, None, []
         order = sorted(report.factorized, key=_tolerance)
-        return None, report.to_plan(), split([row.name for row in order], self._recovery)
+        return None, report.choices, split([row.name for row in order], self._recovery)
 
     def cut(self, model: nn.Module, stage: int) -> None:
         """Cut every layer of the stages before ``stage``; those cut already stay as they are.
@@ -98,30 +97,30 @@ class Surgeon:
             model: Changed in place.
             stage: Stages to have been cut afterwards.
         """
-        if self.plan is None:
+        if self.choices is None:
             return
         names = {name for names in self.stages[:stage] for name in names}
-        layers = {name: entry for name, entry in self.plan["layers"].items() if name in names}
-        decompose(model, plan={"version": self.plan["version"], "layers": layers}, progress=False)
+        decompose(model, choices=self.choices.only(names), progress=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plan and stages as primitives."""
-        return {"plan": self.plan, "stages": self.stages, "parameters_before": self.parameters_before}
+        """Choices and stages as primitives."""
+        choices = self.choices.to_dict() if self.choices is not None else None
+        return {"choices": choices, "stages": self.stages, "parameters_before": self.parameters_before}
 
     def load(self, state: Any, model_names: set[str] | None = None) -> None:
-        """Take plan and stages from a checkpoint.
+        """Take choices and stages from a checkpoint.
 
         Raises:
-            CheckpointError: When they are malformed, or the model's factorized layers are not among the plan's.
+            CheckpointError: When they are malformed, or the model's factorized layers are not among the choices.
         """
-        plan, stages = _read_state(state)
+        choices, stages = _read_state(state)
         strange = (model_names or set()) - {name for names in stages for name in names}
         if strange:
             raise CheckpointError(
-                f"checkpoint: layer {sorted(strange)[0]!r} is factorized, but its plan does not say so.",
+                f"checkpoint: layer {sorted(strange)[0]!r} is factorized, but its choices do not say so.",
                 "The checkpoint was altered; use an earlier one.",
             )
-        self.plan, self.stages = plan, stages
+        self.choices, self.stages = choices, stages
         counted = state.get("parameters_before")
         self.parameters_before = counted if isinstance(counted, int) else self.parameters_before
 
@@ -130,12 +129,14 @@ def _tolerance(row: LayerReport) -> float:
     return math.inf if math.isnan(row.relative_error) else row.relative_error
 
 
-def _read_state(state: Any) -> tuple[Plan | None, list[list[str]]]:
-    plan = state.get("plan") if isinstance(state, Mapping) else state
+def _read_state(state: Any) -> tuple[Choices | None, list[list[str]]]:
+    choices = state.get("choices") if isinstance(state, Mapping) else state
     stages = state.get("stages") if isinstance(state, Mapping) else None
     good = isinstance(stages, list) and all(isinstance(s, list) and all(isinstance(n, str) for n in s) for s in stages)
-    if not good or not (plan is None or (isinstance(plan, dict) and isinstance(plan.get("layers"), dict))):
-        raise CheckpointError(
-            "The checkpoint's decomposition plan is damaged.", "Use an earlier one, or restore(model, path)."
-        )
-    return plan, stages or []
+    problem = "The checkpoint's decomposition choices are damaged."
+    if not good:
+        raise CheckpointError(problem, "Use an earlier one, or restore(model, path).")
+    try:
+        return None if choices is None else Choices.from_dict(choices), stages or []
+    except ConfigError as error:
+        raise CheckpointError(problem, "Use an earlier one, or restore(model, path).") from error

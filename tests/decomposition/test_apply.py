@@ -90,11 +90,11 @@ def test_error_bound_holds():
 def test_plan_survives_json_and_gives_the_same_model(image):
     dense = small_net().eval()
     first, second = copy.deepcopy(dense), copy.deepcopy(dense)
-    plan = json.loads(json.dumps(decompose(first, rank={"2": 8, "7": 0.5}).to_plan()))
-    report = decompose(second, plan=plan)
+    choices = json.loads(json.dumps(decompose(first, rank={"2": 8, "7": 0.5}).choices.to_dict()))
+    report = decompose(second, choices=choices)
     assert torch.equal(first(image), second(image))
-    assert report.to_plan()["layers"]["2"]["ranks"] == plan["layers"]["2"]["ranks"]
-    assert decompose(second, plan=plan).parameters_after == report.parameters_after
+    assert report.choices.to_dict()["layers"]["2"]["ranks"] == choices["layers"]["2"]["ranks"]
+    assert decompose(second, choices=choices).parameters_after == report.parameters_after
 
 
 @pytest.mark.parametrize("method", ["tucker", "cp", "tt", "spatial", "svd"])
@@ -233,15 +233,15 @@ def test_bad_rank_is_an_error_that_names_it(rank):
         ({"method": 3}, "names no method"),
         ({"method": [["tucker"]]}, "names no method"),
         ({"solver": "magic"}, "solver 'magic'"),
-        ({"plan": {}}, "version"),
-        ({"plan": {"version": 1, "layers": {"nope": {"decision": "dense"}}}}, "not in the model"),
-        ({"plan": {"version": 1, "layers": {"7": {"decision": "maybe"}}}}, "maybe"),
+        ({"choices": {}}, "version"),
+        ({"choices": {"version": 1, "layers": {"nope": {"decision": "dense"}}}}, "not in the model"),
+        ({"choices": {"version": 1, "layers": {"7": {"decision": "maybe"}}}}, "maybe"),
         (
-            {"plan": {"version": 1, "layers": {"7": {"decision": "factorized", "method": "svd", "ranks": [99]}}}},
+            {"choices": {"version": 1, "layers": {"7": {"decision": "factorized", "method": "svd", "ranks": [99]}}}},
             "not in 1",
         ),
         (
-            {"plan": {"version": 1, "layers": {"7": {"decision": "factorized", "method": "tucker", "ranks": [9]}}}},
+            {"choices": {"version": 1, "layers": {"7": {"decision": "factorized", "method": "tucker", "ranks": [9]}}}},
             "fit",
         ),
     ],

@@ -70,13 +70,13 @@ def test_any_method_and_selection(method, select):
 @given(st.data())
 def test_any_plan(data):
     model = net()
-    plan = decompose(copy.deepcopy(model), rank=0.5).to_plan()
+    plan = decompose(copy.deepcopy(model), rank=0.5).choices.to_dict()
     places = [(plan, "version"), (plan, "layers"), *((plan["layers"], name) for name in ("0", "2", "new"))]
     places += [(plan["layers"]["0"], key) for key in ("decision", "method", "ranks", "reason", "extra")]
     for _ in range(data.draw(st.integers(1, 2))):
         where, key = data.draw(st.sampled_from(places))
         where[key] = data.draw(JUNK)
-    check(lambda: decompose(model, plan=plan), model)
+    check(lambda: decompose(model, choices=plan), model)
 
 
 @QUICK
@@ -84,7 +84,7 @@ def test_any_plan(data):
 def test_junk_for_a_plan(plan):
     model = net()
     if plan is not None:
-        check(lambda: decompose(model, plan=plan), model)
+        check(lambda: decompose(model, choices=plan), model)
 
 
 @QUICK
@@ -127,7 +127,7 @@ def test_any_bytes_for_a_checkpoint(tmp_path_factory, junk, place):
 
 
 def test_plan_is_json(tmp_path):
-    plan = decompose(net(), rank=0.5).to_plan()
+    plan = decompose(net(), rank=0.5).choices.to_dict()
     assert json.loads(json.dumps(plan)) == plan
     with pytest.raises(CTDRError):
-        decompose(net(), plan=json.loads('{"version": 99, "layers": {}}'))
+        decompose(net(), choices=json.loads('{"version": 99, "layers": {}}'))

@@ -182,7 +182,7 @@ def test_ranks_agree_when_their_weights_do_not(tmp_path):
         module = parts.blobs(seed=parts.rank())
         callback = CTDRCallback(rank="energy=0.8", policy="sqrt", recovery=RECOVERY, verbose=False)
         trainer = parts.fit(module, callback, strategy="ddp", devices=2, max_epochs=2)
-        torch.save([callback.surgeon.plan, module.state_dict()], folder / f"{trainer.global_rank}.pt")
+        torch.save([callback.surgeon.choices.to_dict(), module.state_dict()], folder / f"{trainer.global_rank}.pt")
 
     assert forks.run(train, tmp_path, ranks=2) == [0, 0]
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))

@@ -18,47 +18,47 @@ import torch
 from torch import Tensor
 
 from ctdr_lightning.basics.registry import Registry
-from ctdr_lightning.decomposition.choose.costs import Terms, predicted_seconds, stage_costs, weigh
+from ctdr_lightning.decomposition.choose.costs import CostModel, predicted_seconds, stage_costs, weigh
 from ctdr_lightning.decomposition.choose.select import Layer
 from ctdr_lightning.decomposition.methods import Candidate, KeepDenseError, Method, RankTable
 
 _ROWS = 64
 _BISECTIONS = 80
 
-Resource = Callable[[Layer, Candidate | None, Terms], float]
+Resource = Callable[[Layer, Candidate | None, CostModel], float]
 RESOURCES: Registry[Resource] = Registry("resource", group="ctdr_lightning.resources")
 
 
 @RESOURCES.register("parameters")
-def parameters(layer: Layer, candidate: Candidate | None, terms: Terms) -> float:
+def parameters(layer: Layer, candidate: Candidate | None, costs: CostModel) -> float:
     """Weights, bias aside."""
     assert layer.geometry is not None
     return float(candidate.parameters if candidate else layer.geometry.n_weights)
 
 
 @RESOURCES.register("flops")
-def flops(layer: Layer, candidate: Candidate | None, terms: Terms) -> float:
+def flops(layer: Layer, candidate: Candidate | None, costs: CostModel) -> float:
     """Operations of a forward at the layer's input shapes."""
     assert layer.geometry is not None
     return float(sum(s.flops for shape in layer.calls or () for s in stage_costs(layer.geometry, candidate, shape)))
 
 
 @RESOURCES.register("memory")
-def memory(layer: Layer, candidate: Candidate | None, terms: Terms) -> float:
+def memory(layer: Layer, candidate: Candidate | None, costs: CostModel) -> float:
     """Bytes of weights, gradients and optimizer state, and of the activations that factors add."""
     assert layer.geometry is not None
-    dense = terms.state_bytes(layer, layer.geometry.n_weights)
-    return float(dense + (weigh(layer, candidate, terms).net_bytes if candidate else 0))
+    dense = costs.state_bytes(layer, layer.geometry.n_weights)
+    return float(dense + (weigh(layer, candidate, costs).net_bytes if candidate else 0))
 
 
 @RESOURCES.register("seconds")
-def seconds(layer: Layer, candidate: Candidate | None, terms: Terms) -> float:
+def seconds(layer: Layer, candidate: Candidate | None, costs: CostModel) -> float:
     """Predicted forward and backward on the layer's device."""
     return predicted_seconds(layer, candidate)
 
 
 @dataclass(frozen=True)
-class Options:
+class LayerOptions:
     """What one layer may become.
 
     Args:
@@ -84,7 +84,9 @@ def frontier(table: RankTable, most: int = _ROWS) -> RankTable:
     return table.where(kept)
 
 
-def options(layer: Layer, methods: Sequence[Method], resource: str, terms: Terms, multiple: int) -> Options:
+def layer_options(
+    layer: Layer, methods: Sequence[Method], resource: str, costs: CostModel, multiple: int
+) -> LayerOptions:
     """Every worthwhile factorization of a layer, and the layer itself."""
     assert layer.geometry is not None
     found: list[Candidate | None] = [None]
@@ -93,51 +95,51 @@ def options(layer: Layer, methods: Sequence[Method], resource: str, terms: Terms
         rows = (table.candidate(method, torch.tensor(row)) for row in range(len(table.error)))
         found += [row for row in rows if row.parameters < layer.geometry.n_weights]
     measure = RESOURCES[resource]
-    cost = torch.tensor([measure(layer, candidate, terms) for candidate in found], dtype=torch.float64)
+    cost = torch.tensor([measure(layer, candidate, costs) for candidate in found], dtype=torch.float64)
     lost = torch.tensor([candidate.error**2 if candidate else 0.0 for candidate in found], dtype=torch.float64)
     loss = -torch.log1p(-lost.clamp_max(1 - 1e-9))
-    return Options(found, cost, loss)
+    return LayerOptions(found, cost, loss)
 
 
-def spend(choices: Mapping[str, Options], budget: float) -> dict[str, Candidate | None]:
+def spend(options: Mapping[str, LayerOptions], budget: float) -> dict[str, Candidate | None]:
     """Choose one option a layer: least total loss at a total cost within the budget.
 
     Args:
-        choices: The options by layer name.
+        options: The options by layer name.
         budget: In units of the resource.
 
     Raises:
         KeepDenseError: When even the cheapest options cost more.
     """
-    cheapest = sum(float(o.cost.min()) for o in choices.values())
+    cheapest = sum(float(o.cost.min()) for o in options.values())
     if cheapest > budget:
         raise KeepDenseError(f"the cheapest ranks cost {cheapest:.4g}, the budget is {budget:.4g}")
     low, high = -60.0, 60.0
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        low, high = (low, middle) if _total(choices, _pick(choices, middle)) <= budget else (middle, high)
-    rows = _pick(choices, high)
-    if _total(choices, rows) > budget:
-        rows = {name: int(o.cost.argmin()) for name, o in choices.items()}
-    rows = _spend_rest(choices, rows, budget - _total(choices, rows))
-    return {name: choices[name].candidates[row] for name, row in rows.items()}
+        low, high = (low, middle) if _total(options, _pick(options, middle)) <= budget else (middle, high)
+    rows = _pick(options, high)
+    if _total(options, rows) > budget:
+        rows = {name: int(o.cost.argmin()) for name, o in options.items()}
+    rows = _spend_rest(options, rows, budget - _total(options, rows))
+    return {name: options[name].candidates[row] for name, row in rows.items()}
 
 
-def _pick(choices: Mapping[str, Options], log_price: float) -> dict[str, int]:
-    scale = max(float(o.cost.max()) for o in choices.values())
+def _pick(options: Mapping[str, LayerOptions], log_price: float) -> dict[str, int]:
+    scale = max(float(o.cost.max()) for o in options.values())
     price = math.exp(log_price) / max(scale, 1e-300)
-    return {name: int((o.loss + price * o.cost).argmin()) for name, o in choices.items()}
+    return {name: int((o.loss + price * o.cost).argmin()) for name, o in options.items()}
 
 
-def _total(choices: Mapping[str, Options], rows: Mapping[str, int]) -> float:
-    return sum(float(choices[name].cost[row]) for name, row in rows.items())
+def _total(options: Mapping[str, LayerOptions], rows: Mapping[str, int]) -> float:
+    return sum(float(options[name].cost[row]) for name, row in rows.items())
 
 
-def _spend_rest(choices: Mapping[str, Options], rows: dict[str, int], rest: float) -> dict[str, int]:
+def _spend_rest(options: Mapping[str, LayerOptions], rows: dict[str, int], rest: float) -> dict[str, int]:
     """Upgrade the layer that gains most per unit, again and again, until nothing fits."""
     while True:
         best: tuple[float, str, int] | None = None
-        for name, o in choices.items():
+        for name, o in options.items():
             extra, gain = o.cost - o.cost[rows[name]], o.loss[rows[name]] - o.loss
             worth = torch.where((extra <= rest) & (gain > 0), gain / extra.clamp_min(1e-12), -torch.inf)
             row = int(worth.argmax())
@@ -146,5 +148,5 @@ def _spend_rest(choices: Mapping[str, Options], rows: dict[str, int], rest: floa
         if best is None:
             return rows
         _, name, row = best
-        rest -= float(choices[name].cost[row] - choices[name].cost[rows[name]])
+        rest -= float(options[name].cost[row] - options[name].cost[rows[name]])
         rows[name] = row

@@ -32,8 +32,8 @@ _PASSES = 3
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What the weighing takes for granted.
+class CostModel:
+    """The assumptions under which memory and time are weighed.
 
     Args:
         optimizer: Key of ``OPTIMIZER_STATES``: how many numbers it keeps a weight.
@@ -99,7 +99,7 @@ def stage_costs(geometry: Geometry, candidate: Candidate | None, shape: Sequence
     return [StageCost(cost.flops * n_samples, cost.outputs * n_samples, cost.weights) for cost in each]
 
 
-def weigh(layer: Layer, candidate: Candidate, terms: Terms) -> Weighing:
+def weigh(layer: Layer, candidate: Candidate, costs: CostModel) -> Weighing:
     """Weigh one factorization at the shapes the layer was called with."""
     assert layer.geometry is not None
     n_before, n_after, n_stored = 0, 0, 0
@@ -109,12 +109,12 @@ def weigh(layer: Layer, candidate: Candidate, terms: Terms) -> Weighing:
         n_after += sum(stage.flops for stage in stage_costs(layer.geometry, candidate, shape))
         n_stored += candidate.method.n_stored(layer.geometry, candidate.ranks, axes) * n_samples
     weight = weight_of(layer.module)
-    stored = 0 if terms.recompute or not weight.requires_grad else n_stored * weight.element_size()
-    saved = terms.state_bytes(layer, layer.geometry.n_weights - candidate.parameters)
+    stored = 0 if costs.recompute or not weight.requires_grad else n_stored * weight.element_size()
+    saved = costs.state_bytes(layer, layer.geometry.n_weights - candidate.parameters)
     return Weighing(saved, stored, n_before, n_after)
 
 
-def check_pays(layer: Layer, candidate: Candidate, terms: Terms) -> None:
+def check_pays(layer: Layer, candidate: Candidate, costs: CostModel) -> None:
     """Let a factorization through that saves memory and, where asked, time.
 
     Raises:
@@ -124,15 +124,15 @@ def check_pays(layer: Layer, candidate: Candidate, terms: Terms) -> None:
         return
     if not layer.calls:
         raise KeepDenseError("its forward is not called: the weight is read directly, or the layer is not used")
-    found = weigh(layer, candidate, terms)
+    found = weigh(layer, candidate, costs)
     if found.net_bytes > 0:
         added, saved = format_bytes(found.activations_added_bytes), format_bytes(found.state_saved_bytes)
         raise KeepDenseError(f"{candidate.method.name} would add {added} of activations and save {saved} of state")
-    if terms.measure:
-        _check_faster(layer, candidate, terms)
+    if costs.measure:
+        _check_faster(layer, candidate, costs)
 
 
-def _check_faster(layer: Layer, candidate: Candidate, terms: Terms) -> None:
+def _check_faster(layer: Layer, candidate: Candidate, costs: CostModel) -> None:
     assert layer.geometry is not None
     weight = weight_of(layer.module)
     layout = is_channels_last(weight)
@@ -141,7 +141,7 @@ def _check_faster(layer: Layer, candidate: Candidate, terms: Terms) -> None:
         job = Job(layer.geometry, candidate.method.name, candidate.ranks, shape, weight.dtype, weight.device, layout)
         dense_s, factorized_s = step_seconds(job)
         before_s, after_s = before_s + dense_s, after_s + factorized_s
-    if terms.recompute:
+    if costs.recompute:
         after_s *= 1 + 1 / _PASSES
     if after_s > _TOLERANCE * before_s:
         raise KeepDenseError(

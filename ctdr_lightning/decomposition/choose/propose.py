@@ -1,4 +1,4 @@
-"""Select, then rank: one decision a layer, nothing touched yet."""
+"""Select, then rank: one choice a layer, nothing touched yet."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.parallel import each
 from ctdr_lightning.decomposition.choose import patterns
-from ctdr_lightning.decomposition.choose.allocate import RESOURCES, Options, options, spend
-from ctdr_lightning.decomposition.choose.costs import Terms, check_pays
+from ctdr_lightning.decomposition.choose.allocate import RESOURCES, LayerOptions, layer_options, spend
+from ctdr_lightning.decomposition.choose.choices import Choices, LayerChoice
+from ctdr_lightning.decomposition.choose.costs import CostModel, check_pays
 from ctdr_lightning.decomposition.choose.rank import RankLike, RankSpec, explicit, ranked
 from ctdr_lightning.decomposition.choose.select import Layer, check_finite, on_processor
 from ctdr_lightning.decomposition.methods import METHODS, Candidate, KeepDenseError, Method, method_for
 from ctdr_lightning.decomposition.shapes.geometry import Geometry
 
-Decision = Candidate | str
 MethodLike = str | Sequence[str]
 AUTO = ("tucker", "spatial", "svd")
 
 
 @dataclass(frozen=True)
-class Wish:
+class Request:
     """What the user asks for, read and checked.
 
     Args:
@@ -29,7 +29,7 @@ class Wish:
         methods: Method names by pattern.
         allocate: Resource of which one share is spent over all layers; None gives every layer the same share.
         multiple: What ranks are rounded to.
-        terms: What the weighing of memory and time takes for granted.
+        costs: How memory and time are weighed.
         progress: Whether to show a progress bar.
     """
 
@@ -37,7 +37,7 @@ class Wish:
     methods: Mapping[str, tuple[str, ...]]
     allocate: str | None
     multiple: int
-    terms: Terms
+    costs: CostModel
     progress: bool = True
 
     @classmethod
@@ -48,9 +48,9 @@ class Wish:
         method: MethodLike | Mapping[str, MethodLike],
         allocate: str | None,
         multiple: int,
-        terms: Terms,
+        costs: CostModel,
         progress: bool = True,
-    ) -> Wish:
+    ) -> Request:
         """Read the arguments of `decompose`; ``names`` are the layers that patterns may mean.
 
         Raises:
@@ -62,7 +62,7 @@ class Wish:
             RESOURCES[allocate]
             if not isinstance(rank, float):
                 raise ConfigError(f"allocate takes one share for all layers, found rank={rank!r}.", "Write rank=0.25.")
-        return cls(_specs(rank, names), _methods(method, names), allocate, multiple, terms, progress)
+        return cls(_specs(rank, names), _methods(method, names), allocate, multiple, costs, progress)
 
     def methods_for(self, layer: Layer) -> list[Method]:
         """The methods that may be used on a layer, the natural one first."""
@@ -70,23 +70,24 @@ class Wish:
         return candidates(patterns.lookup(self.methods, layer.name, "method") or ("auto",), layer.geometry)
 
 
-def propose(layers: Sequence[Layer], wish: Wish) -> dict[str, Decision]:
-    """Decide every layer: a candidate, or the reason why it stays dense.
+def propose(layers: Sequence[Layer], request: Request) -> Choices:
+    """Decide every layer: method and ranks, or dense and why.
 
     Raises:
         ConfigError: For patterns that conflict, ranks a layer does not have, a budget that cannot be met, and weights
             that are not finite.
     """
-    _check_reachable(layers, wish)
+    _check_reachable(layers, request)
+    find = _options_for if request.allocate is not None else _choice_for
     found = each(
-        lambda layer: _look(layer, wish), layers, "rank", progress=wish.progress, parallel=on_processor(layers)
+        lambda layer: find(layer, request), layers, "rank", progress=request.progress, parallel=on_processor(layers)
     )
-    pairs = list(zip(layers, found, strict=True))
-    decisions = {layer.name: _first_that_pays(layer, f, wish) for layer, f in pairs if not isinstance(f, Options)}
-    choices = {layer.name: f for layer, f in pairs if isinstance(f, Options)}
-    if choices:
-        decisions |= _allocate({layer.name: layer for layer in layers}, choices, wish)
-    return decisions
+    by_name = {layer.name: outcome for layer, outcome in zip(layers, found, strict=True)}
+    choices = {name: outcome for name, outcome in by_name.items() if isinstance(outcome, LayerChoice)}
+    options = {name: outcome for name, outcome in by_name.items() if isinstance(outcome, LayerOptions)}
+    if options:
+        choices |= _allocate({layer.name: layer for layer in layers}, options, request)
+    return Choices({layer.name: choices[layer.name] for layer in layers})
 
 
 def _specs(rank: RankLike | Mapping[str, RankLike], names: Sequence[str]) -> dict[str, RankSpec]:
@@ -120,13 +121,14 @@ def candidates(names: Sequence[str], geometry: Geometry) -> list[Method]:
     return list(dict.fromkeys(method_for(name, geometry) for name in wanted))
 
 
-def _check_reachable(layers: Sequence[Layer], wish: Wish) -> None:
+def _check_reachable(layers: Sequence[Layer], request: Request) -> None:
     """Refuse a whole number above every mode of every layer it is meant for: nothing would be decomposed."""
-    wanted = [(layer, patterns.lookup(wish.specs, layer.name, "rank")) for layer in layers if not layer.refusal]
+    wanted = [(layer, patterns.lookup(request.specs, layer.name, "rank")) for layer in layers if not layer.refusal]
     for spec in {spec for _, spec in wanted if spec and spec.rule == "fixed" and not spec.ranks}:
         meant = [layer for layer, own in wanted if own == spec]
         most = max(
-            (max(m.max_ranks(g)) for x in meant if (g := x.geometry) for m in wish.methods_for(x)), default=spec.value
+            (max(m.max_ranks(g)) for x in meant if (g := x.geometry) for m in request.methods_for(x)),
+            default=spec.value,
         )
         if spec.value > most:
             raise ConfigError(
@@ -135,72 +137,90 @@ def _check_reachable(layers: Sequence[Layer], wish: Wish) -> None:
             )
 
 
-def _open(layer: Layer, wish: Wish) -> RankSpec:
-    """The rank wished for a layer that may be decomposed.
+def _rank_for(layer: Layer, request: Request) -> RankSpec:
+    """The rank requested for a layer that may be decomposed.
 
     Raises:
-        KeepDenseError: When it may not, or no rank is wished.
+        KeepDenseError: When it may not, or no rank is requested.
     """
     if layer.refusal:
         raise KeepDenseError(layer.refusal)
-    spec = patterns.lookup(wish.specs, layer.name, "rank")
+    spec = patterns.lookup(request.specs, layer.name, "rank")
     if spec is None:
         raise KeepDenseError("no rank is given for it")
     check_finite(layer)
-    if not wish.methods_for(layer):
+    if not request.methods_for(layer):
         raise KeepDenseError('depthwise: one channel a group leaves nothing to share (method="spatial" splits it)')
     return spec
 
 
-def _look(layer: Layer, wish: Wish) -> list[Candidate] | Options | str:
-    """What the weights alone tell: candidates best first, options to spend a budget on, or a reason to stay dense."""
+def _choice_for(layer: Layer, request: Request) -> LayerChoice:
+    """The best candidate that pays."""
     try:
-        spec = _open(layer, wish)
-        methods = wish.methods_for(layer)
-        assert layer.geometry is not None
-        if wish.allocate is not None:
-            return options(layer, methods, wish.allocate, wish.terms, wish.multiple)
-        if spec.ranks:
-            return [explicit(methods[0], layer.geometry, spec.ranks, f"rank of layer {layer.name!r}")]
-        return ranked(spec, methods, layer.geometry, layer.weighted, wish.multiple)
+        candidates = _candidates_for(layer, request)
     except KeepDenseError as reason:
-        return str(reason)
+        return LayerChoice(reason=str(reason))
+    return _best_paying(layer, candidates, request)
 
 
-def _first_that_pays(layer: Layer, found: list[Candidate] | str, wish: Wish) -> Decision:
-    if isinstance(found, str):
-        return found
+def _candidates_for(layer: Layer, request: Request) -> list[Candidate]:
+    """Candidates by the weights alone, best first.
+
+    Raises:
+        KeepDenseError: When there is none.
+    """
+    spec = _rank_for(layer, request)
+    methods = request.methods_for(layer)
+    assert layer.geometry is not None
+    if spec.ranks:
+        return [explicit(methods[0], layer.geometry, spec.ranks, f"rank of layer {layer.name!r}")]
+    return ranked(spec, methods, layer.geometry, layer.weighted, request.multiple)
+
+
+def _options_for(layer: Layer, request: Request) -> LayerOptions | LayerChoice:
+    """Options to spend a budget on, or the choice to stay dense."""
+    try:
+        _rank_for(layer, request)
+    except KeepDenseError as reason:
+        return LayerChoice(reason=str(reason))
+    assert request.allocate is not None
+    return layer_options(layer, request.methods_for(layer), request.allocate, request.costs, request.multiple)
+
+
+def _best_paying(layer: Layer, candidates: Sequence[Candidate], request: Request) -> LayerChoice:
     reasons = []
-    for candidate in found:
+    for candidate in candidates:
         try:
-            return _check(layer, candidate, wish.terms)
+            return LayerChoice.of(_check(layer, candidate, request.costs))
         except KeepDenseError as reason:
             reasons.append(str(reason))
-    return "; ".join(reasons)
+    return LayerChoice(reason="; ".join(reasons))
 
 
-def _check(layer: Layer, candidate: Candidate, terms: Terms) -> Candidate:
+def _check(layer: Layer, candidate: Candidate, costs: CostModel) -> Candidate:
     assert layer.geometry is not None
     if candidate.parameters >= layer.geometry.n_weights:
         shown = f"{candidate.method.name} at rank {' x '.join(map(str, candidate.ranks))}"
         raise KeepDenseError(f"{shown} would have {candidate.parameters:,} weights, dense {layer.geometry.n_weights:,}")
-    check_pays(layer, candidate, terms)
+    check_pays(layer, candidate, costs)
     return candidate
 
 
-def _refusal(layer: Layer, candidate: Candidate, terms: Terms) -> str:
+def _refusal(layer: Layer, candidate: Candidate, costs: CostModel) -> str:
     try:
-        check_pays(layer, candidate, terms)
+        check_pays(layer, candidate, costs)
     except KeepDenseError as reason:
         return str(reason)
     return ""
 
 
-def _allocate(layers: Mapping[str, Layer], choices: Mapping[str, Options], wish: Wish) -> dict[str, Decision]:
+def _allocate(
+    layers: Mapping[str, Layer], options: Mapping[str, LayerOptions], request: Request
+) -> dict[str, LayerChoice]:
     """Spend the budget; where a layer's choice does not pay, that layer stays dense and the budget is spent anew."""
-    share = next(iter(wish.specs.values())).value
-    budget = share * sum(float(o.cost[0]) for o in choices.values())
-    left, refused = dict(choices), dict[str, str]()
+    share = next(iter(request.specs.values())).value
+    budget = share * sum(float(o.cost[0]) for o in options.values())
+    left, refused = dict(options), dict[str, str]()
     while True:
         try:
             picked = spend(left, budget)
@@ -211,12 +231,18 @@ def _allocate(layers: Mapping[str, Layer], choices: Mapping[str, Options], wish:
                 else ""
             )
             raise ConfigError(
-                f"rank={share} of all {wish.allocate} cannot be met: {reason}.{held}",
+                f"rank={share} of all {request.allocate} cannot be met: {reason}.{held}",
                 "Raise rank, or let activations inside layers be recomputed: recompute=True.",
             ) from None
-        found = {name: _refusal(layers[name], candidate, wish.terms) for name, candidate in picked.items() if candidate}
+        found = {
+            name: _refusal(layers[name], candidate, request.costs) for name, candidate in picked.items() if candidate
+        }
         new = {name: reason for name, reason in found.items() if reason}
         if not new:
-            return {name: c or refused.get(name, "the budget is spent better elsewhere") for name, c in picked.items()}
+            better = "the budget is spent better elsewhere"
+            return {
+                name: LayerChoice.of(c) if c else LayerChoice(reason=refused.get(name, better))
+                for name, c in picked.items()
+            }
         refused |= new
-        left |= {name: Options([None], choices[name].cost[:1], choices[name].loss[:1]) for name in new}
+        left |= {name: LayerOptions([None], options[name].cost[:1], options[name].loss[:1]) for name in new}

@@ -17,7 +17,7 @@ from ctdr_lightning.joint.promise import promise
 from ctdr_lightning.memory import Plan, Session, Trace, plan, simulate
 from ctdr_lightning.memory.values.tensors import storage_bytes
 from ctdr_lightning.trainer.modules import overrides
-from ctdr_lightning.trainer.options import Options
+from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.training_step.device import device_peaks, tensors_of
 
 TIGHTER = 0.8
@@ -30,7 +30,7 @@ class MemoryStage:
         options: Budget and policy.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: CallbackOptions) -> None:
         self._options = options
         self.session: Session | None = None
         self._budget_bytes: int | None = None

@@ -11,7 +11,7 @@ from torch import nn
 
 from ctdr_lightning import decompose
 from ctdr_lightning.basics.errors import ConfigError
-from ctdr_lightning.decomposition.choose.allocate import RESOURCES, Options, spend
+from ctdr_lightning.decomposition.choose.allocate import RESOURCES, LayerOptions, spend
 from ctdr_lightning.decomposition.methods import KeepDenseError
 from tests.decomposition.cases import decay_
 
@@ -25,7 +25,7 @@ def choices(draw):
     for name in "abc"[: draw(st.integers(1, 3))]:
         cost = sorted(draw(COSTS))
         loss = sorted((draw(st.floats(0, 5)) for _ in cost), reverse=True)
-        found[name] = Options(list(range(len(cost))), torch.tensor(cost).double(), torch.tensor(loss).double())
+        found[name] = LayerOptions(list(range(len(cost))), torch.tensor(cost).double(), torch.tensor(loss).double())
     return found
 
 
@@ -53,7 +53,7 @@ def test_within_the_budget_and_near_the_best(found, share):
 
 def test_too_small_a_budget_is_said():
     with pytest.raises(KeepDenseError, match="cheapest"):
-        spend({"a": Options([None], torch.tensor([5.0]), torch.tensor([0.0]))}, 4.0)
+        spend({"a": LayerOptions([None], torch.tensor([5.0]), torch.tensor([0.0]))}, 4.0)
 
 
 def net():

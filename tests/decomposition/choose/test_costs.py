@@ -13,7 +13,7 @@ from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.decomposition import METHODS
 from ctdr_lightning.decomposition.choose import costs as weigh_module
 from ctdr_lightning.decomposition.choose import stopwatch as bench
-from ctdr_lightning.decomposition.choose.costs import OPTIMIZER_STATES, Terms, predicted_seconds, weigh
+from ctdr_lightning.decomposition.choose.costs import OPTIMIZER_STATES, CostModel, predicted_seconds, weigh
 from ctdr_lightning.decomposition.choose.observe import with_given_shapes, with_shapes
 from ctdr_lightning.decomposition.choose.select import find_layers
 from ctdr_lightning.decomposition.layers.surgery import factorize
@@ -55,7 +55,7 @@ def test_activations_added_are_those_autograd_saves(method, name):
     geometry = geometry_of(layer)
     candidate = METHODS[method].at(geometry, METHODS[method].uniform(geometry, 2))
     new = factorize(layer, geometry, method, candidate.ranks)
-    added = weigh(found, candidate, Terms()).activations_added_bytes
+    added = weigh(found, candidate, CostModel()).activations_added_bytes
     assert added == saved_bytes(new, x.requires_grad_()) - saved_bytes(layer, x)
 
 
@@ -83,7 +83,7 @@ def test_state_saved_is_what_the_optimizer_holds(optimizer):
     geometry = geometry_of(layer)
     candidate = METHODS["svd"].at(geometry, (4,))
     new = factorize(layer, geometry, "svd", (4,))
-    assert weigh(found, candidate, Terms(optimizer)).state_saved_bytes == held(layer) - held(new)
+    assert weigh(found, candidate, CostModel(optimizer)).state_saved_bytes == held(layer) - held(new)
 
 
 def net():

@@ -138,7 +138,7 @@ def test_channels_last_stays_channels_last(x):
 def test_meta_device_gives_the_structure():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(32, 32))
-    decompose(model, plan={"version": 1, "layers": {"0": {"decision": "factorized", "method": "svd", "ranks": [4]}}})
+    decompose(model, choices={"version": 1, "layers": {"0": {"decision": "factorized", "method": "svd", "ranks": [4]}}})
     assert all(p.is_meta for p in model.parameters())
     assert [tuple(stage.weight.shape) for stage in model[0].stages] == [(4, 32), (32, 4)]
 
