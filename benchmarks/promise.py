@@ -76,7 +76,7 @@ def promised(net: nn.Module, batch: Tensor) -> Way:
     way.step()
     way.optimizer.zero_grad(set_to_none=True)
     trace = record(way.loss)
-    way.plan = promise(trace, net, static_bytes=way.state_bytes())
+    way.plan = promise(trace.with_static(way.state_bytes()), net)
     dense_s = dense_step_seconds(trace, net)
     print(f"recorded step {trace.seconds:.2f} s, dense step by micro-benchmarks {dense_s:.2f} s")
     print(f"predicted: {way.plan.peak_bytes / MIB:.0f} MiB, {way.plan.seconds:.2f} s")

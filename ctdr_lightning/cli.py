@@ -60,11 +60,11 @@ def _decompose(options: argparse.Namespace) -> None:
 
 def _plan(options: argparse.Namespace) -> None:
     model, static_bytes = _training(options)
-    trace = record_fake(model, torch.empty(options.input), _loss, device=options.device)
+    trace = record_fake(model, torch.empty(options.input), _loss, device=options.device).with_static(static_bytes)
     policy = options.policy or ("auto" if options.budget else "sqrt")
-    made = plan(trace, options.budget, policy, static_bytes=static_bytes)
+    made = plan(trace, options.budget, policy)
     plain = simulate(trace)
-    print(f"Plain step: peak {format_bytes(plain.peak_bytes + static_bytes)}, {format_seconds(plain.seconds)}.")
+    print(f"Plain step: peak {format_bytes(plain.peak_bytes)}, {format_seconds(plain.seconds)}.")
     print(made.explain().splitlines()[0])
     if options.save:
         made.to_json(options.save)

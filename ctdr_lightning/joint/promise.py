@@ -26,8 +26,6 @@ def promise(
     model: nn.Module,
     max_slowdown: float = 1.0,
     policy: str | Callable[[Trace, Budget], Actions] = "auto",
-    *,
-    static_bytes: int = 0,
 ) -> Plan:
     """The plan of least peak whose step takes no longer than the dense model's.
 
@@ -36,10 +34,9 @@ def promise(
         model: That model.
         max_slowdown: How long the step may take, in steps of the dense model.
         policy: Name of a registered policy, or a callable.
-        static_bytes: Memory besides the trace's that is there all along: optimizer state.
     """
     limit_s = max(dense_step_seconds(trace, model) * max_slowdown, trace.seconds)
-    return plan(trace, Budget(seconds=limit_s), policy, static_bytes=static_bytes)
+    return plan(trace, Budget(seconds=limit_s), policy)
 
 
 def dense_step_seconds(trace: Trace, model: nn.Module) -> float:

@@ -84,21 +84,21 @@ def max_batch(
 
     def traced(size: int) -> Trace:
         next(tries)
-        return record_fake(module, make_inputs(size), step, device=device)
+        return record_fake(module, make_inputs(size), step, device=device).with_static(static_bytes)
 
     def fits_plainly(size: int) -> bool:
-        return Simulator(traced(size)).peak_bytes + static_bytes <= limit
+        return Simulator(traced(size)).peak_bytes <= limit
 
     def may_fit(size: int) -> bool:
-        return floor_bytes(traced(size)) + static_bytes <= limit
+        return floor_bytes(traced(size)) <= limit
 
     def fits(size: int) -> bool:
         trace = traced(size)
         try:
-            actions = chosen(trace, Budget(peak_bytes=limit - static_bytes))
+            actions = chosen(trace, Budget(peak_bytes=limit))
         except InfeasibleBudgetError:
             return False
-        return Simulator(trace, actions).peak_bytes + static_bytes <= limit
+        return Simulator(trace, actions).peak_bytes <= limit
 
     with closing(tries):
         plain_size = largest(fits_plainly, 0, most)
@@ -107,9 +107,9 @@ def max_batch(
             raise InfeasibleBudgetError(
                 f"Not even one sample fits the budget of {format_bytes(limit)}.",
                 "Raise memory_budget, or use a lower rank or a smaller input.",
-                least_peak_bytes=floor_bytes(traced(1)) + static_bytes,
+                least_peak_bytes=floor_bytes(traced(1)),
             )
-        return LargestBatch(size, plan(traced(size), limit, policy, static_bytes=static_bytes), plain_size)
+        return LargestBatch(size, plan(traced(size), limit, policy), plain_size)
 
 
 def largest(holds: Callable[[int], bool], known: int, most: int) -> int:

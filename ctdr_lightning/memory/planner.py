@@ -22,17 +22,15 @@ def plan(
     trace: Trace,
     budget: int | float | str | Budget | None = None,
     policy: str | Callable[[Trace, Budget], Actions] = "auto",
-    *,
-    static_bytes: int = 0,
 ) -> Plan:
     """Make a plan for a step.
 
     Args:
-        trace: The recorded step.
+        trace: The recorded step; ``trace.with_static`` tells it of memory that it did not touch, such as an optimizer's
+            state.
         budget: Largest true peak of the step: bytes, a string such as ``"8GiB"``, or a fraction of the device's memory;
             None leaves the peak to the policy. A :class:`Budget` may limit the seconds instead.
         policy: Name of a registered policy, or a callable from a trace and a budget to actions.
-        static_bytes: Memory besides the trace's that is there all along: optimizer state, other gradients.
 
     Returns:
         The plan, with its predicted peak and seconds.
@@ -42,51 +40,47 @@ def plan(
         InfeasibleBudgetError: When the policy's best plan does not fit; it names the least peak, what sets it, and the
             nearest remedy.
     """
-    limits = resolve_budget(budget, trace.device, static_bytes)
+    limits = resolve_budget(budget, trace.device)
     chosen = POLICIES[policy] if isinstance(policy, str) else policy
     name = policy if isinstance(policy, str) else getattr(policy, "__name__", "custom")
     try:
-        made = make_plan(trace, chosen(trace, limits), name, limits, static_bytes)
+        made = make_plan(trace, chosen(trace, limits), name, limits)
     except InfeasibleBudgetError as error:
         if limits.peak_bytes is None:
             raise
-        raise _infeasible(trace, limits, static_bytes, name, error.least_peak_bytes + static_bytes) from error
-    if limits.peak_bytes is not None and made.peak_bytes > limits.peak_bytes + static_bytes:
-        raise _infeasible(trace, limits, static_bytes, name, made.peak_bytes)
-    limit = limits.peak_bytes if limits.peak_bytes is not None else made.peak_bytes - static_bytes
+        raise _infeasible(trace, limits, name, error.least_peak_bytes) from error
+    if limits.peak_bytes is not None and made.peak_bytes > limits.peak_bytes:
+        raise _infeasible(trace, limits, name, made.peak_bytes)
+    limit = limits.peak_bytes if limits.peak_bytes is not None else made.peak_bytes
     return replace(made, bound_seconds=lower_bound_seconds(trace, limit))
 
 
-def _infeasible(
-    trace: Trace, limits: Budget, static_bytes: int, policy: str, least_bytes: int
-) -> InfeasibleBudgetError:
+def _infeasible(trace: Trace, limits: Budget, policy: str, least_bytes: int) -> InfeasibleBudgetError:
     """The error, with the plan of the default policy, which looks at every other's, to compare with."""
     assert limits.peak_bytes is not None
-    best = make_plan(trace, POLICIES["auto"](trace, limits), "auto", limits, static_bytes)
-    return infeasible(trace, best, limits.peak_bytes + static_bytes, policy, least_bytes)
+    best = make_plan(trace, POLICIES["auto"](trace, limits), "auto", limits)
+    return infeasible(trace, best, limits.peak_bytes, policy, least_bytes)
 
 
-def resolve_budget(budget: int | float | str | Budget | None, device: str, static_bytes: int = 0) -> Budget:
-    """Read a budget; what is there all along is taken off its bytes."""
+def resolve_budget(budget: int | float | str | Budget | None, device: str) -> Budget:
+    """Read a budget for a step on a type of device."""
     if isinstance(budget, Budget):
         return budget
     if budget is None:
         return Budget()
-    total = memory_bytes_here(device)
-    return Budget(peak_bytes=max(parse_bytes(budget, total_bytes=total) - static_bytes, 1))
+    return Budget(peak_bytes=parse_bytes(budget, total_bytes=memory_bytes_here(device)))
 
 
-def make_plan(trace: Trace, actions: Actions, policy: str, budget: Budget | None = None, static_bytes: int = 0) -> Plan:
+def make_plan(trace: Trace, actions: Actions, policy: str, budget: Budget | None = None) -> Plan:
     """Write actions down as a plan, with what the simulator predicts of them."""
     simulator = Simulator(trace, actions)
     timeline = simulator.timeline()
-    limit = budget.peak_bytes + static_bytes if budget is not None and budget.peak_bytes is not None else None
     return Plan(
         policy=policy,
         decisions=_decisions(trace, actions),
         script=write_script(trace, actions),
-        budget_bytes=limit,
-        peak_bytes=timeline.peak_bytes + static_bytes,
+        budget_bytes=budget.peak_bytes if budget is not None else None,
+        peak_bytes=timeline.peak_bytes,
         seconds=timeline.seconds,
         recompute_seconds=timeline.recompute_seconds,
         n_training=trace.n_training,

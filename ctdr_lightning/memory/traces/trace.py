@@ -118,7 +118,8 @@ class Trace:
         storages: Every allocation that the step touched.
         n_ticks: Length of the time axis.
         device: Device type on which the step ran.
-        resident_bytes: Bytes of storages from before the step (weights, inputs), which the peak includes.
+        resident_bytes: Bytes in memory during the whole step, which the peak includes: storages from before the step
+            that it touched (weights, inputs), and whatever ``with_static`` added.
         meta: Anything worth keeping with the trace.
         n_training: How many forwards of modules in training mode begin before the last op of the forward; -1 where
             that is not known.
@@ -176,6 +177,14 @@ class Trace:
         """Path of the module that made a value; ``"input"`` for one from before the step."""
         op = self.values[value].op
         return "input" if op < 0 else self.ops[op].module or "step"
+
+    def with_static(self, n_bytes: int) -> Trace:
+        """A copy of a step that runs with more in memory all along.
+
+        Args:
+            n_bytes: Bytes besides those that the step touched: optimizer state, other gradients.
+        """
+        return replace(self, resident_bytes=self.resident_bytes + n_bytes) if n_bytes else self
 
     def with_costs(
         self,

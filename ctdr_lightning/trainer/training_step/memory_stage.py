@@ -56,7 +56,7 @@ class MemoryStage:
         self.session = Session(self._plan, budget_bytes=self._budget_bytes, static_bytes=resident, root=module)
 
     def _plan(self, trace: Trace) -> Plan:
-        made = self._best(trace, self._budget_bytes)
+        made = self._best(trace.with_static(self._static_bytes), self._budget_bytes)
         first = self._first_trace is None or self._first_trace is trace
         self._first_trace = self._first_trace or trace
         # every rank's first step is planned at the same time; only then may ranks wait for each other
@@ -64,9 +64,9 @@ class MemoryStage:
 
     def _best(self, trace: Trace, budget_bytes: int | None) -> Plan:
         if budget_bytes is None and self._options.policy == "auto" and self._module is not None:
-            return promise(trace, self._module, self._options.max_slowdown, static_bytes=self._static_bytes)
+            return promise(trace, self._module, self._options.max_slowdown)
         try:
-            return plan(trace, budget_bytes, self._options.policy, static_bytes=self._static_bytes)
+            return plan(trace, budget_bytes, self._options.policy)
         except InfeasibleBudgetError as error:
             if not self._tightened or budget_bytes is None or error.least_peak_bytes <= budget_bytes:
                 raise

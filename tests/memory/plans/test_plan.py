@@ -118,7 +118,7 @@ def test_nonsense_in_a_plan_is_refused(old, new):
 
 
 def test_budgets():
-    assert resolve_budget("1KiB", "cpu", 24) == Budget(peak_bytes=1000)
+    assert resolve_budget("1KiB", "cpu") == Budget(peak_bytes=1024)
     assert resolve_budget(None, "cpu") == Budget()
     given = Budget(seconds=2.0)
     assert resolve_budget(given, "cpu") is given
@@ -128,9 +128,9 @@ def test_budgets():
 
 def test_static_bytes_are_counted():
     trace = graph_trace(chain([8] * 9))
-    bare, more = plan(trace, policy="sqrt"), plan(trace, policy="sqrt", static_bytes=100)
+    bare, more = plan(trace, policy="sqrt"), plan(trace.with_static(100), policy="sqrt")
     assert more.peak_bytes == bare.peak_bytes + 100
-    assert plan(trace, bare.peak_bytes + 100, policy="sqrt", static_bytes=100).budget_bytes == bare.peak_bytes + 100
+    assert plan(trace.with_static(100), bare.peak_bytes + 100, policy="sqrt").budget_bytes == bare.peak_bytes + 100
 
 
 def test_a_budget_that_is_too_small():
