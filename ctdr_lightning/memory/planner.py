@@ -9,12 +9,11 @@ from ctdr_lightning.basics.devices import memory_bytes_here
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.units import parse_bytes
 from ctdr_lightning.memory.bounds.lower_bound import lower_bound_seconds
-from ctdr_lightning.memory.plans.actions import Actions, action_of
-from ctdr_lightning.memory.plans.plan import Decision, Plan
-from ctdr_lightning.memory.plans.script import write_script
+from ctdr_lightning.memory.plans.actions import Actions
+from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.policies import POLICIES, Budget
 from ctdr_lightning.memory.search.infeasible import infeasible
-from ctdr_lightning.memory.simulator.simulator import Simulator
+from ctdr_lightning.memory.simulator.simulator import simulate
 from ctdr_lightning.memory.traces.trace import Trace
 
 
@@ -73,31 +72,5 @@ def resolve_budget(budget: int | float | str | Budget | None, device: str) -> Bu
 
 def make_plan(trace: Trace, actions: Actions, policy: str, budget: Budget | None = None) -> Plan:
     """Write actions down as a plan, with what the simulator predicts of them."""
-    simulator = Simulator(trace, actions)
-    timeline = simulator.timeline()
-    return Plan(
-        policy=policy,
-        decisions=_decisions(trace, actions),
-        script=write_script(trace, actions),
-        budget_bytes=budget.peak_bytes if budget is not None else None,
-        peak_bytes=timeline.peak_bytes,
-        seconds=timeline.seconds,
-        recompute_seconds=timeline.recompute_seconds,
-        n_training=trace.n_training,
-    )
-
-
-def _decisions(trace: Trace, actions: Actions) -> tuple[Decision, ...]:
-    named = [v for v in range(len(trace.values)) if trace.values[v].op >= 0]
-    chosen = [v for v in named if trace.values[v].saves or (v in actions and v in trace.droppable)]
-    return tuple(
-        Decision(
-            value=v,
-            module=trace.module_of(v),
-            op=trace.ops[trace.values[v].op].name,
-            n_bytes=trace.value_bytes(v),
-            seconds=trace.replay_seconds(trace.values[v].op),
-            action=action_of(trace, actions, v),
-        )
-        for v in chosen
-    )
+    limit = budget.peak_bytes if budget is not None else None
+    return Plan(policy, simulate(trace, actions), limit)

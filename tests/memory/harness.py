@@ -140,10 +140,12 @@ def plans(trace: Trace, seeds: int) -> Iterator[tuple[str, Plan]]:
 
 
 def surprised(plan: Plan) -> Plan:
-    """The same plan, but for a step that goes another way from its middle on."""
+    """The same actions, but for a step that goes another way from the middle of what is replayed on."""
     dropped = [i for i, line in enumerate(plan.script) if line.replay] or [0]
-    half = dropped[len(dropped) // 2]
-    return replace(plan, script=(*plan.script[:half], *(replace(line, op="another") for line in plan.script[half:])))
+    trace = plan.trace
+    later = set(trace.forward_ops[dropped[len(dropped) // 2] :])
+    ops = [replace(op, name="another.op") if i in later else op for i, op in enumerate(trace.ops)]
+    return planned(replace(trace, ops=tuple(ops)), plan.actions)
 
 
 def check(bench: Bench, seeds: int) -> None:

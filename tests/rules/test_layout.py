@@ -20,7 +20,9 @@ FLOORS = (
     "basics",
     "decomposition.shapes", "decomposition.algorithms", "decomposition.methods", "decomposition.layers",
     "decomposition.choose", "decomposition",
-    "memory.traces", "memory.plans", "memory.simulator", "memory.bounds", "memory.search", "memory.policies",
+    "memory.traces", "memory.plans", "memory.simulator",
+    "memory.plans.plan",  # a plan is a simulated step
+    "memory.bounds", "memory.search", "memory.policies",
     "memory.planner",
     "memory.values", "memory.holders", "memory.tape", "memory.recorder", "memory",
     "evaluate", "joint", "recovery",

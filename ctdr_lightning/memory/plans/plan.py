@@ -1,26 +1,47 @@
-"""A plan: what happens to each saved value between its forward and its backward use."""
+"""A plan: what happens to each saved value between its forward and its backward use.
+
+A plan is a recorded step and an action for each of its values. Everything else follows from these two and is derived,
+never stored beside them: the tape's script, the predicted peak and time, the sentences for people. A plan therefore
+cannot contradict itself, in memory or in a file.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from ctdr_lightning.basics.documents import parse_document, plain_of, read_record
 from ctdr_lightning.basics.errors import CheckpointError
 from ctdr_lightning.basics.files import write_text
 from ctdr_lightning.basics.units import format_bytes, format_seconds
-from ctdr_lightning.memory.plans.actions import Action, Recompute
+from ctdr_lightning.memory.plans.actions import Action, Actions, Recompute, action_of
 from ctdr_lightning.memory.plans.regions import Regions
-from ctdr_lightning.memory.plans.script import STAYS, ScriptLine
+from ctdr_lightning.memory.plans.script import ScriptLine, write_script
+from ctdr_lightning.memory.simulator.simulator import simulate
+from ctdr_lightning.memory.simulator.timeline import Timeline
+from ctdr_lightning.memory.traces.trace import Trace
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
+_DAMAGE = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
+_ROUNDING = 1 + 1e-6  # a linear program's optimum may lie above the true one by its solver's tolerance
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One value's action with what it is worth, for people."""
+    """One value's action with what it is worth, for people.
+
+    Attributes:
+        value: Id of the value in the trace.
+        module: Path of the module that made it.
+        op: Name of the op that made it.
+        n_bytes: Size of the allocation behind it.
+        seconds: Time of one replay of its op.
+        action: Its action.
+    """
 
     value: int
     module: str
@@ -39,48 +60,103 @@ class Decision:
 
 
 @dataclass(frozen=True)
+class _ActionRow:
+    """An action by value id, as a row of the document."""
+
+    value: int
+    action: Action
+
+
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """An action for every saved value of a trace, with what it is predicted to cost.
+    """An action for every saved value of a trace, with what the simulator predicts of it.
 
     Attributes:
         policy: Name of the policy that made it.
-        decisions: One entry a saved value, and one for each unsaved value that is held.
-        script: One line a forward op: what the tape does.
-        budget_bytes: The budget it was made for; None where there was none.
-        peak_bytes: Predicted peak of the step, weights and gradients included.
-        seconds: Predicted time of the step.
-        recompute_seconds: How much of it is recomputation.
+        timeline: The simulated step: its trace, the actions, bytes at each tick, seconds.
+        budget_bytes: The budget that it was made for; None where there was none.
         bound_seconds: No plan for this budget can be faster; 0 where no bound was computed.
-        exact: Whether the step's results are bit-identical to the plain step's.
-        n_training: How many forwards of modules in training mode begin before the last op of the forward; -1 where
-            that is not known.
+
+    Example:
+        >>> import torch
+        >>> from ctdr_lightning import plan, record
+        >>> net, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), torch.ones(2, 4)
+        >>> made = plan(record(lambda: net(x).sum()), policy="sqrt")
+        >>> Plan.from_json(made.to_json()) == made
+        True
     """
 
     policy: str
-    decisions: tuple[Decision, ...]
-    script: tuple[ScriptLine, ...]
+    timeline: Timeline = field(repr=False)
     budget_bytes: int | None = None
-    peak_bytes: int = 0
-    seconds: float = 0.0
-    recompute_seconds: float = 0.0
     bound_seconds: float = 0.0
-    exact: bool = True
-    n_training: int = -1
 
     @property
+    def trace(self) -> Trace:
+        """The recorded step that the plan is for."""
+        return self.timeline.trace
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak of the step, with everything else that is in memory: weights, gradients, optimizer state."""
+        return self.timeline.peak_bytes
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of the step."""
+        return self.timeline.seconds
+
+    @property
+    def recompute_seconds(self) -> float:
+        """How much of the predicted time is recomputation."""
+        return self.timeline.recompute_seconds
+
+    @cached_property
     def actions(self) -> dict[int, Action]:
-        """From value id to action."""
-        return {d.value: d.action for d in self.decisions}
+        """From value id to action, for each saved value and each unsaved one of which something was said."""
+        trace, given = self.trace, self.timeline.actions
+        return {
+            v: action_of(trace, given, v)
+            for v, record in enumerate(trace.values)
+            if record.op >= 0 and (record.saves or (v in given and v in trace.droppable))
+        }
 
-    @property
+    @cached_property
+    def decisions(self) -> tuple[Decision, ...]:
+        """The actions with what they are worth."""
+        trace = self.trace
+        makers = {v: trace.values[v].op for v in self.actions}
+        return tuple(
+            Decision(
+                value=v,
+                module=trace.module_of(v),
+                op=trace.ops[makers[v]].name,
+                n_bytes=trace.value_bytes(v),
+                seconds=trace.replay_seconds(makers[v]),
+                action=action,
+            )
+            for v, action in self.actions.items()
+        )
+
+    @cached_property
+    def script(self) -> tuple[ScriptLine, ...]:
+        """One line for each op of the forward: what the tape does."""
+        return write_script(self.trace, self.timeline.actions)
+
+    @cached_property
     def keeps_all(self) -> bool:
         """Whether nothing is dropped, so that nothing need be installed."""
         return not any(line.replay for line in self.script)
 
     @cached_property
     def regions(self) -> Regions:
-        """Where the tape has anything to do; found once for all steps."""
-        return Regions(self.script, self.n_training)
+        """Where in the step the tape has anything to do."""
+        return Regions(self.script, self.trace.n_training)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the step's results are bit-identical to the plain step's: true of every action so far."""
+        return True
 
     @property
     def gap(self) -> float:
@@ -98,18 +174,30 @@ class Plan:
         order = sorted(self.decisions, key=lambda d: -d.n_bytes)
         return "\n".join([head, *(d.sentence() for d in order)])
 
+    def __eq__(self, other: object) -> bool:
+        """Whether both are the same actions for the same step, made for the same budget by the same policy."""
+        return isinstance(other, Plan) and self._facts() == other._facts()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _facts(self) -> tuple[Any, ...]:
+        return self.policy, self.budget_bytes, self.bound_seconds, self.actions, self.trace
+
     def to_json(self, path: str | Path | None = None) -> str:
-        """Write the plan as versioned JSON, one decision a line; returns the text.
+        """Write the plan as versioned JSON: its actions, one a line, and the trace; returns the text.
 
         Args:
             path: File to write; it is complete or absent, never half-written.
         """
-        head = {k: v for k, v in plain_of(replace(self, decisions=(), script=())).items() if v != []}
-        lines = [json.dumps({"kind": "plan", "version": PLAN_VERSION, **head})[:-1]]
-        for name, rows in (("decisions", self.decisions), ("script", self.script)):
-            body = ",\n".join(json.dumps(plain_of(row)) for row in rows)
-            lines.append(f'"{name}": [\n{body}\n]')
-        text = ",\n".join(lines) + "}\n"
+        head = {
+            "kind": "plan",
+            "version": PLAN_VERSION,
+            "policy": self.policy,
+            "budget_bytes": self.budget_bytes,
+            "bound_seconds": self.bound_seconds,
+        }
+        rows = ",\n".join(json.dumps(plain_of(_ActionRow(*item))) for item in self.actions.items())
+        text = f'{json.dumps(head)[:-1]},\n"actions": [\n{rows}\n],\n"trace": {self.trace.to_json()}}}\n'
         if path is not None:
             write_text(path, text)
         return text
@@ -118,20 +206,48 @@ class Plan:
     def from_json(cls, source: str | Path) -> Plan:
         """Read a plan from JSON text or a file.
 
+        The script and the predictions are made anew from the trace and the actions that the file holds.
+
         Raises:
-            CheckpointError: When the text is no plan of this version.
+            CheckpointError: When the text is no plan of this version, or its actions do not fit its trace.
         """
         data = parse_document(source, "plan", PLAN_VERSION)
         try:
-            plan = read_record(cls, {k: v for k, v in data.items() if k not in ("kind", "version")})
+            trace = Trace.from_document(data["trace"])
+            rows = [read_record(_ActionRow, row) for row in data["actions"]]
+            header = {name: data[name] for name in ("policy", "budget_bytes", "bound_seconds")}
+            plan = cls(timeline=simulate(trace, _fitting(trace, rows)), **plain_of(read_record(_Header, header)))
             plan._check()
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+        except _DAMAGE as error:
             raise CheckpointError(f"This plan is damaged: {error!r}.", "Make the plan again.") from error
         return plan
 
     def _check(self) -> None:
-        """Raise where a script line means nothing."""
-        for line in self.script:
-            if not set(line.stays) <= STAYS:
-                raise ValueError(f"stays {line.stays!r}")
+        """Raise ValueError where what is said of the plan is not so."""
+        if self.budget_bytes is not None and not self.peak_bytes <= self.budget_bytes:
+            raise ValueError(f"its actions take {self.peak_bytes} bytes, its budget is {self.budget_bytes}")
+        if not 0 <= self.bound_seconds <= _ROUNDING * self.seconds:
+            raise ValueError(f"its actions take {self.seconds} s, its lower bound is {self.bound_seconds}")
         self.explain()
+
+
+@dataclass(frozen=True)
+class _Header:
+    """What a document says of a plan besides its actions and its trace."""
+
+    policy: str
+    budget_bytes: int | None
+    bound_seconds: float
+
+
+def _fitting(trace: Trace, rows: list[_ActionRow]) -> Mapping[int, Action]:
+    """The actions of a document, each of which the trace must allow."""
+    actions: Actions = {row.value: row.action for row in rows}
+    if len(actions) < len(rows):
+        raise ValueError("two actions for one value")
+    for value, action in actions.items():
+        if not 0 <= value < len(trace.values) or trace.values[value].op < 0:
+            raise ValueError(f"an action for value {value}, which the step does not make")
+        if action_of(trace, actions, value) != action:
+            raise ValueError(f"value {value} cannot be {action}: {trace.values[value].pin or 'it is written over'}")
+    return actions

@@ -7,13 +7,13 @@ group.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
 from ctdr_lightning.memory.plans.actions import Action, Actions, Recompute, action_of
-from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.simulator.effect import Effect, effect_of
 from ctdr_lightning.memory.simulator.groups import Flags, Group, Groups
 from ctdr_lightning.memory.simulator.timeline import Segments, Timeline, segments_of
@@ -280,7 +280,16 @@ class Simulator:
                 self._step(old + 1, end, storage.n_bytes)
 
 
-def simulate(trace: Trace, plan: Plan | Actions | None = None) -> Timeline:
+class HasActions(Protocol):
+    """A plan, as far as the simulator looks at it."""
+
+    @property
+    def actions(self) -> Actions:
+        """From value id to action."""
+        ...
+
+
+def simulate(trace: Trace, plan: HasActions | Actions | None = None) -> Timeline:
     """Predict a step under a plan.
 
     Args:
@@ -290,5 +299,5 @@ def simulate(trace: Trace, plan: Plan | Actions | None = None) -> Timeline:
     Returns:
         The timeline: ``peak_bytes``, ``seconds``, ``recompute_seconds``, the bytes at each tick.
     """
-    actions = plan.actions if isinstance(plan, Plan) else plan
+    actions = plan if plan is None or isinstance(plan, Mapping) else plan.actions
     return Simulator(trace, actions).timeline()

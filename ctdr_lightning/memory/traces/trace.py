@@ -21,6 +21,7 @@ from ctdr_lightning.basics.files import write_text
 
 TRACE_VERSION = 2
 MAX_BYTES = 2**48
+MAX_REGIONS = 2**20  # forwards of modules in one step; lists of this length are made for each plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +224,17 @@ class Trace:
         Raises:
             CheckpointError: When the text is no trace of this version.
         """
-        data = parse_document(source, "trace", TRACE_VERSION)
+        return cls.from_document(parse_document(source, "trace", TRACE_VERSION))
+
+    @classmethod
+    def from_document(cls, data: Any) -> Trace:
+        """Read a trace from the mapping that its JSON stands for, as a plan's document holds it.
+
+        Raises:
+            CheckpointError: When it is no trace of this version.
+        """
         try:
+            _require(data["kind"] == "trace" and data["version"] == TRACE_VERSION, "the kind or the version")
             trace = cls(
                 ops=tuple(read_record(OpRecord, row) for row in data["ops"]),
                 values=tuple(read_record(ValueRecord, row) for row in data["values"]),
@@ -251,6 +261,7 @@ class Trace:
             _require(all(-1 <= v < n_values for v in op.outputs), "what an op makes")
             _require(0 <= op.tick < n and op.seconds >= 0 and 0 <= op.temp_bytes < MAX_BYTES, "an op's cost")
             _require(0 <= op.again <= 1, "what an op takes once more")
+            _require(-1 <= op.region < MAX_REGIONS, "an op's region")
         for value in self.values:
             _require(-1 <= value.op < n_ops and 0 <= value.storage < len(self.storages), "what made a value")
             _require(0 <= value.lost <= n, "when a value is lost")
@@ -261,6 +272,7 @@ class Trace:
             _require(0 <= storage.n_bytes < MAX_BYTES, "a storage's bytes")
         _require(0 <= self.resident_bytes < MAX_BYTES, "the resident bytes")
         _require(0 <= self.call_s < inf, "Python's time")
+        _require(-1 <= self.n_training < MAX_REGIONS, "the number of training modules")
 
 
 def _require(holds: bool, what: str) -> None:

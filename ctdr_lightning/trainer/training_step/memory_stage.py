@@ -131,8 +131,9 @@ class MemoryStage:
         if self.session is None:
             return {}
         self._shown_plan = self.session.plan or self._shown_plan
-        shown = self._shown_plan or Plan("none", (), ())
-        return {"ctdr/predicted_peak_gib": shown.peak_bytes / GIB, "ctdr/recompute_s": shown.recompute_seconds}
+        shown = self._shown_plan
+        peak_bytes, recompute_s = (shown.peak_bytes, shown.recompute_seconds) if shown is not None else (0, 0.0)
+        return {"ctdr/predicted_peak_gib": peak_bytes / GIB, "ctdr/recompute_s": recompute_s}
 
     def new_events(self) -> list[str]:
         """What the session did since the last call, in words."""

@@ -189,7 +189,8 @@ def test_an_exception_in_a_quiet_module_leaves_nothing_behind():
 def test_without_known_regions_everything_is_seen():
     net = mlp(16, 16, 16)
     made = dropping(Bench(net, step).record(), "1")
-    blind = replace(made, script=tuple(replace(line, region=-1) for line in made.script))
+    ops = tuple(replace(op, region=-1) for op in made.trace.ops)
+    blind = planned(replace(made.trace, ops=ops), made.actions)
     assert Regions(made.script).worthwhile
     assert all(seen(net, Tape(blind), step)[0])
 
