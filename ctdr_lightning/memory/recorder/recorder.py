@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ctdr_lightning.basics.devices import DeviceModel, device_model
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.torch_private import FakeTensor, OpOverload, TorchDispatchMode, graph_task_id
+from ctdr_lightning.memory.recorder.call_seconds import CallSeconds
 from ctdr_lightning.memory.recorder.op_seconds import op_seconds
 from ctdr_lightning.memory.recorder.step_log import LoggedHandle, StepLog
 from ctdr_lightning.memory.recorder.workspace import WorkspaceProbe
@@ -49,7 +50,10 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(
-        self, model: DeviceModel | None = None, evictor: Evictor | None = None, root: nn.Module | None = None
+        self,
+        model: DeviceModel | CallSeconds | None = None,
+        evictor: Evictor | None = None,
+        root: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.log = StepLog()
@@ -123,7 +127,8 @@ class Recorder(TorchDispatchMode):
         if isinstance(tensor, FakeTensor):
             self._device = tensor.fake_device.type
             self._probe = WorkspaceProbe(fake=True) if self._device == "cpu" else None
-            self._clock = ModelClock(partial(op_seconds, self._model or device_model()))
+            model = self._model or device_model()
+            self._clock = ModelClock(model.seconds if isinstance(model, CallSeconds) else partial(op_seconds, model))
         elif tensor is not None:
             self._device = tensor.device.type
             self._clock = CudaClock() if tensor.is_cuda else CpuClock()
@@ -161,7 +166,10 @@ class Recorder(TorchDispatchMode):
 
 
 def record(
-    step: Callable[[], Tensor], *, budget_bytes: int | None = None, device: DeviceModel | str | None = None
+    step: Callable[[], Tensor],
+    *,
+    budget_bytes: int | None = None,
+    device: DeviceModel | CallSeconds | str | None = None,
 ) -> Trace:
     """Run a step once, forward and backward, and write down what it did.
 
