@@ -126,8 +126,9 @@ class Recorder(TorchDispatchMode):
         tensor = next(tensors_in(args), None)
         if isinstance(tensor, FakeTensor):
             self._device = tensor.fake_device.type
-            self._probe = WorkspaceProbe(fake=True) if self._device == "cpu" else None
             model = self._model or device_model()
+            other = "" if isinstance(model, CallSeconds) or model.name == "cpu" else model.name
+            self._probe = WorkspaceProbe(fake=True, other=other) if self._device == "cpu" else None
             self._clock = ModelClock(model.seconds if isinstance(model, CallSeconds) else partial(op_seconds, model))
         elif tensor is not None:
             self._device = tensor.device.type
@@ -154,8 +155,8 @@ class Recorder(TorchDispatchMode):
         clock = self._clock or CpuClock()
         temps = self._probe.measure() if self._probe is not None else {}
         meta = {"torch": str(torch.__version__)}
-        if self._probe is not None and self._probe.failure:
-            meta["workspaces"] = f"not measured: {self._probe.failure}"
+        if self._probe is not None and self._probe.unknown:
+            meta["workspaces"] = self._probe.unknown
         if self._paths.compiled:
             self.log.forget_regions()
         found = self.log.finish(self._device, meta, evicting=self.evictor is not None)

@@ -4,6 +4,10 @@ oneDNN's convolutions reorder their operands into blocked layouts, and the matri
 cannot read. A GPU's allocator is asked at every op (see ``clock``); here each distinct call of such an op is run once
 more on dummy tensors under the profiler, whose allocation events are exact. Fake tensors' calls are run at two small
 batches and extrapolated, as workspaces are affine in the batch.
+
+A step that is planned for a named GPU on fake tensors runs no kernel. cuBLAS, like BLAS, needs operands with a unit
+stride, so its copies are counted as here. cuDNN chooses among algorithms whose workspaces differ by orders of
+magnitude, by heuristics that are not published: these workspaces are counted as 0, and the trace says so.
 """
 
 from __future__ import annotations
@@ -64,11 +68,13 @@ class WorkspaceProbe:
 
     Attributes:
         fake: Whether the step ran on fake tensors, so that full-size calls are to be avoided.
-        failure: Why nothing could be measured, or the empty string.
+        other: Name of the other device that the step is planned for; empty where it is this processor.
+        unknown: What is not known and why, or the empty string.
     """
 
     fake: bool = False
-    failure: str = ""
+    other: str = ""
+    unknown: str = ""
     _known: dict[int, int] = field(default_factory=dict)
     _wanted: dict[int, Hashable] = field(default_factory=dict)
     _calls: dict[Hashable, tuple[OpOverload, tuple[Any, ...]]] = field(default_factory=dict)
@@ -84,7 +90,7 @@ class WorkspaceProbe:
             )
             if copied:
                 self._known[index] = copied
-        elif name in _PROBED:
+        elif name in _PROBED and not self.other:
             self._wanted[index] = key = (name, *map(_looks, args))
             if key not in self._calls:
                 self._calls[key] = (func, tuple(map(_dummy, args)))
@@ -92,13 +98,17 @@ class WorkspaceProbe:
     def measure(self) -> dict[int, int]:
         """Workspace bytes by op index. Runs every distinct call once (fake: twice, at affordable batches).
 
-        Where the profiler cannot run (no memory or threads are left for it) only what needs no measuring is told.
+        Where the profiler cannot run (no memory or threads are left for it) only what needs no measuring is told. So
+        it is for another device: what this processor's kernels take says nothing about that device's.
         """
+        if self.other:
+            self.unknown = f"counted as 0: those of {self.other}'s kernels are not known"
+            return self._known
         runs = [run for func, call in self._calls.values() for run in self._runs_of(func, call)]
         try:
             taken = iter(_workspaces([(func, call) for func, call, _ in runs]))
         except (RuntimeError, MemoryError) as error:
-            self.failure = str(error).splitlines()[0]
+            self.unknown = f"not measured: {str(error).splitlines()[0]}"
             return self._known
         found = {
             key: round(sum(weight * next(taken) for _, _, weight in self._runs_of(func, call)))

@@ -62,3 +62,20 @@ def test_a_profiler_that_cannot_run_does_not_stop_the_step(monkeypatch):
     module = net(4)
     trace = record(lambda: module(torch.randn(2, 3, 8, 8)).sum())
     assert trace.meta["workspaces"] == "not measured: Resource temporarily unavailable"
+
+
+def test_another_devices_step_runs_no_kernel_of_this_one_and_says_what_is_not_known(monkeypatch):
+    def refuse():
+        raise AssertionError("a kernel is measured")
+
+    monkeypatch.setattr("ctdr_lightning.memory.recorder.workspace.memory_profiler", refuse)
+    trace = record_fake(net(8), torch.empty(64, 3, 24, 24), lambda m, x: m(x).square().mean(), device="a100")
+    assert not any(op.temp_bytes for op in trace.ops)
+    assert trace.meta["workspaces"] == "counted as 0: those of a100's kernels are not known"
+
+
+def test_another_device_copies_the_operands_that_its_blas_cannot_read():
+    probe = WorkspaceProbe(fake=True, other="a100")
+    wide = torch.ones(1).expand(16, 32)
+    probe.note(0, torch.ops.aten.mm.default, (wide, torch.randn(32, 4)))
+    assert probe.measure() == {0: wide.nbytes}
