@@ -37,3 +37,17 @@ class InfeasibleBudgetError(CTDRError, RuntimeError):
     def __init__(self, problem: str, hint: str = "", *, least_peak_bytes: int = 0) -> None:
         super().__init__(problem, hint)
         self.least_peak_bytes = least_peak_bytes
+
+
+def first_line(error: BaseException) -> str:
+    """What another program's error says, in one line, with its kind where it says nothing.
+
+    Example:
+        >>> first_line(KeyError("weight"))
+        "KeyError: 'weight'"
+    """
+    lines = str(error).strip().splitlines()
+    said = lines[0].rstrip(" .:") if lines else ""
+    if isinstance(error, RuntimeError | ImportError) and said:  # their texts are sentences
+        return said
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__

@@ -50,7 +50,14 @@ try:
     from torch._ops import OpOverload  # the type of an aten op
 
     # Fake tensors carry shapes and no data: a plan needs neither a GPU nor memory.
-    from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeCopyMode,
+        FakeTensor,
+        FakeTensorMode,
+        UnsupportedOperatorException,
+    )
 
     # Dispatch modes have no public name. To push and pop one takes half the time of `with mode:` (1.7 us instead of
     # 3.4), which counts where the tape leaves and comes back many times a step.
@@ -61,9 +68,12 @@ try:
     from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 
     # Nests of tensors: 2.13 has no public name for them yet.
-    from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+    from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 except ImportError as error:
     raise unusable_torch(str(error), torch.__version__) from error
+
+# What a fake tensor cannot do, as it has no values; each holds the op as ``func``.
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 # All autocast keys that this build knows: a replay runs below autocast on every device, as the recorded calls did.
 AUTOCAST_KEYS = DispatchKeySet(DispatchKey.AutocastCPU)
@@ -99,6 +109,7 @@ def dump_cuda_memory(path: str) -> None:
 
 __all__ = [
     "AUTOCAST_KEYS",
+    "NEEDS_VALUES",
     "OLDEST_TORCH",
     "BelowAutograd",
     "DispatchKey",
@@ -123,5 +134,6 @@ __all__ = [
     "top_saved_tensors_hooks",
     "tree_flatten",
     "tree_leaves",
+    "tree_map",
     "tree_map_only",
 ]

@@ -79,6 +79,16 @@ def format_bytes(n_bytes: float) -> str:
     raise AssertionError("unreachable")
 
 
+def as_given(value: int | float | str, n_bytes: float) -> str:
+    """An amount in the user's own words where these are words; otherwise the bytes that it came to.
+
+    Example:
+        >>> as_given("10KiB", 10240), as_given(10240, 10240)
+        ('10KiB', '10.0 KiB')
+    """
+    return value.strip() if isinstance(value, str) else format_bytes(n_bytes)
+
+
 def format_seconds(seconds: float) -> str:
     """Write seconds as s, ms, or us.
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ctdr_lightning.basics.devices import DeviceModel
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.progress_bar import track
-from ctdr_lightning.basics.units import format_bytes, parse_bytes
+from ctdr_lightning.basics.units import as_given, parse_bytes
 from ctdr_lightning.memory.bounds.lower_bound import floor_bytes
 from ctdr_lightning.memory.planner import plan
 from ctdr_lightning.memory.plans.actions import Actions
@@ -105,7 +105,7 @@ def max_batch(
         size = largest(fits, plain_size, largest(may_fit, plain_size, most))
         if size == 0:
             raise InfeasibleBudgetError(
-                f"Not even one sample fits the budget of {format_bytes(limit)}.",
+                f"Not even one sample fits the budget of {as_given(budget, limit)}.",
                 "Raise memory_budget, or use a lower rank or a smaller input.",
                 least_peak_bytes=floor_bytes(traced(1)),
             )

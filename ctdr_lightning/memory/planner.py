@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from ctdr_lightning.basics.devices import memory_bytes_here
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
-from ctdr_lightning.basics.units import parse_bytes
+from ctdr_lightning.basics.units import as_given, parse_bytes
 from ctdr_lightning.memory.bounds.lower_bound import lower_bound_seconds
 from ctdr_lightning.memory.plans.actions import Actions
 from ctdr_lightning.memory.plans.plan import Plan
@@ -47,18 +48,19 @@ def plan(
     except InfeasibleBudgetError as error:
         if limits.peak_bytes is None:
             raise
-        raise _infeasible(trace, limits, name, error.least_peak_bytes) from error
+        raise _infeasible(trace, limits, name, error.least_peak_bytes, budget) from error
     if limits.peak_bytes is not None and made.peak_bytes > limits.peak_bytes:
-        raise _infeasible(trace, limits, name, made.peak_bytes)
+        raise _infeasible(trace, limits, name, made.peak_bytes, budget)
     limit = limits.peak_bytes if limits.peak_bytes is not None else made.peak_bytes
     return replace(made, bound_seconds=lower_bound_seconds(trace, limit))
 
 
-def _infeasible(trace: Trace, limits: Budget, policy: str, least_bytes: int) -> InfeasibleBudgetError:
+def _infeasible(trace: Trace, limits: Budget, policy: str, least_bytes: int, asked: Any) -> InfeasibleBudgetError:
     """The error, with the plan of the default policy, which looks at every other's, to compare with."""
     assert limits.peak_bytes is not None
     best = make_plan(trace, POLICIES["auto"](trace, limits), "auto", limits)
-    return infeasible(trace, best, limits.peak_bytes, policy, least_bytes)
+    words = "" if isinstance(asked, Budget) else as_given(asked, limits.peak_bytes)
+    return infeasible(trace, best, limits.peak_bytes, policy, least_bytes, words)
 
 
 def resolve_budget(budget: int | float | str | Budget | None, device: str) -> Budget:

@@ -12,7 +12,9 @@ from ctdr_lightning.memory.traces.trace import Trace
 _NEARLY = 1.1
 
 
-def infeasible(trace: Trace, best: Plan, budget_bytes: int, policy: str, least_bytes: int) -> InfeasibleBudgetError:
+def infeasible(
+    trace: Trace, best: Plan, budget_bytes: int, policy: str, least_bytes: int, asked: str = ""
+) -> InfeasibleBudgetError:
     """The error for a budget that a policy cannot meet.
 
     Args:
@@ -21,6 +23,7 @@ def infeasible(trace: Trace, best: Plan, budget_bytes: int, policy: str, least_b
         budget_bytes: The budget.
         policy: The policy that was asked.
         least_bytes: The least peak that it finds.
+        asked: The budget as the user wrote it; empty for its bytes.
     """
     timeline = Simulator(trace, best.actions).timeline()
     fits = best.peak_bytes <= budget_bytes
@@ -28,7 +31,7 @@ def infeasible(trace: Trace, best: Plan, budget_bytes: int, policy: str, least_b
     if policy != best.policy and not fits:
         least += f", that of any policy is {format_bytes(best.peak_bytes)}"
     return InfeasibleBudgetError(
-        f"No plan of policy {policy!r} fits the budget of {format_bytes(budget_bytes)}: {least}, set by "
+        f"No plan of policy {policy!r} fits the budget of {asked or format_bytes(budget_bytes)}: {least}, set by "
         f"{culprit(timeline)}.",
         f"Policy {best.policy!r} fits it, with a step of {format_seconds(best.seconds)}."
         if fits

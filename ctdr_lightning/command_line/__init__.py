@@ -1,0 +1,1 @@
+"""From the words of a command line to a model, a batch and a step."""

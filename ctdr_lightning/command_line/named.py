@@ -1,0 +1,49 @@
+"""What a command line names: ``module:callable``, imported from the current folder too, and called."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ctdr_lightning.basics.errors import ConfigError, CTDRError, first_line
+
+
+def build(name: str, what: str, example: str) -> Any:
+    """Import and call what a name says.
+
+    Args:
+        name: Such as ``"torchvision.models:resnet18"``.
+        what: What it is to be, for errors: ``"model"``.
+        example: A name that would do, for errors.
+
+    Raises:
+        ConfigError: When it cannot be imported or its call fails; with what Python said.
+    """
+    module, _, attribute = name.partition(":")
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        return getattr(import_module(module), attribute)()
+    except CTDRError:
+        raise
+    except Exception as error:  # somebody else's code: it may raise anything
+        raise ConfigError(
+            f"{what} {name!r} cannot be built: {first_line(error)}.", f"Write module:callable, such as {example}."
+        ) from error
+
+
+def build_model(name: str) -> nn.Module:
+    """The model that a name says.
+
+    Raises:
+        ConfigError: When it cannot be built or is no module.
+    """
+    model = build(name, "model", "torchvision.models:resnet18")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model {name!r} is a {type(model).__name__}, no nn.Module.", "Name what builds the module.")
+    return model
