@@ -64,7 +64,8 @@ def _plan(options: argparse.Namespace) -> None:
     batch = from_data(options.data) if options.data else from_inputs(_inputs(options))
     _check_budget(options)
     model, static_bytes = _training(options)
-    trace = record_fake(model, batch, step_of(model), device=options.device).with_static(static_bytes)
+    trace = record_fake(model, batch, step_of(model, spare=bool(options.data)), device=options.device)
+    trace = trace.with_static(static_bytes)
     policy = options.policy or ("auto" if options.budget else "sqrt")
     made = plan(trace, options.budget, policy)
     plain = simulate(trace)
@@ -84,7 +85,7 @@ def _max_batch(options: argparse.Namespace) -> None:
     found = max_batch(
         model,
         sizes,
-        step_of(model),
+        step_of(model, spare=bool(options.data)),
         options.budget,
         options.policy or "auto",
         static_bytes=static_bytes,

@@ -3,10 +3,15 @@ import re
 import sys
 
 import pytest
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
 
+import ctdr_lightning
 from ctdr_lightning.cli import main
-from ctdr_lightning.memory import Plan
+from ctdr_lightning.memory import Plan, record, simulate
 
 
 def net():
@@ -15,6 +20,79 @@ def net():
     for _ in range(6):
         layers += [nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()]
     return nn.Sequential(*layers)
+
+
+class Lit(LightningModule):
+    """Asks its trainer, logs, and measures; trains on pairs, on dicts, or on a tensor alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.Tanh())))
+        self.accuracy = MulticlassAccuracy(32)
+
+    def training_step(self, batch, batch_idx):
+        if isinstance(batch, dict):
+            batch = batch["x"], batch["y"]
+        x, y = batch if isinstance(batch, tuple | list) else (batch, torch.zeros(len(batch), dtype=torch.long))
+        logits = self.net(x)
+        loss = nn.functional.cross_entropy(logits, y)
+        assert self.trainer.training
+        assert batch_idx == self.global_step == self.trainer.current_epoch == 0
+        self.log("acc", self.accuracy(logits, y), prog_bar=True)
+        self.log_dict({"loss": loss})
+        return {"loss": loss, "logits": logits}
+
+
+class Data(LightningDataModule):
+    def setup(self, stage):
+        self.pairs = TensorDataset(torch.randn(40, 32), torch.arange(40) % 32)
+
+    def train_dataloader(self):
+        return DataLoader(self.pairs, 20)
+
+
+class Words(nn.Module):
+    """Takes keywords, as language models do, and returns a loss beside its logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.Embedding(50, 16), nn.Linear(16, 50)
+
+    def forward(self, input_ids, labels=None, attention_mask=None):
+        logits = self.out(torch.tanh(self.table(input_ids)) * attention_mask.unsqueeze(-1))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x, y):
+        return [torch.tanh(self.inner(x)), {"y": torch.tanh(self.inner(y))}]
+
+
+def hand_stepped():
+    module = Lit()
+    module.automatic_optimization = False
+    return module
+
+
+def choosy():
+    class Choosy(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * (2 if x.sum().item() > 0 else 1)
+
+    return Choosy(4, 4)
+
+
+def silent():
+    class Silent(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).detach()
+
+    return Silent(4, 4)
 
 
 NAME = f"{__name__}:net"
@@ -81,6 +159,20 @@ def test_planning_with_a_rank_plans_the_decomposed_model(tmp_path):
         (["plan", NAME, *INPUT, "--policy", "sqrtt"], "Did you mean 'sqrt'"),
         (["plan", NAME, *INPUT, "--budget", "1KiB"], "HINT"),
         (["max-batch", NAME, "--input", "3,24,24", "--budget", "1KiB"], "Not even one sample"),
+        (["plan", NAME, *INPUT, "--budget", "10KiB"], "the budget of 10KiB: its least peak"),
+        (["plan", NAME, *INPUT, "--budget", "much"], "--budget='much' is not an amount of memory"),
+        (["plan", NAME, "--input", "16,3,24"], "Sequential does not take 16,3,24:float32: Given groups=1"),
+        (["plan", NAME, "--input", "3,wide"], "--input '3,wide' is no shape"),
+        (["plan", NAME, "--input", "3,2:int5"], "no dtype 'int5'"),
+        (["plan", NAME, *INPUT, *INPUT], "does not take"),
+        (["plan", NAME, "--input", "a=3", "--input", "4"], "do not make a batch"),
+        (["plan", NAME], "Neither --input nor --data is given"),
+        (["plan", NAME, *INPUT, "--device", "abacus"], "device 'abacus' is not in the table"),
+        (["plan", NAME, "--data", f"{__name__}:Words"], "gives no batch: TypeError"),
+        (["plan", NAME, "--data", "nowhere:data"], "data 'nowhere:data' cannot be built: No module named 'nowhere'"),
+        (["plan", f"{__name__}:hand_stepped", "--input", "3,4"], "steps its optimizers by hand"),
+        (["plan", f"{__name__}:choosy", "--input", "3,4"], "needs the values of tensors (aten._local_scalar_dense"),
+        (["plan", f"{__name__}:silent", "--input", "3,4"], "which holds no tensor that requires grad"),
         (["explain", "absent.json"], "absent.json"),
     ],
 )
@@ -97,3 +189,91 @@ def test_models_are_found_in_the_current_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.path", list(sys.path))
     assert main(["decompose", "my_nets:mine"]) == 0
     assert "Linear" in capsys.readouterr().out
+
+
+LIT = f"{__name__}:Lit"
+
+
+def planned(path, *arguments):
+    """The plan that ``ctdr plan`` writes."""
+    assert main(["plan", *arguments, "--policy", "keep", "--save", str(path)]) == 0
+    return Plan.from_json(path)
+
+
+def test_a_modules_own_training_step_is_planned_from_pairs_names_or_data(tmp_path):
+    path = tmp_path / "plan.json"
+    pairs = planned(path, LIT, "--input", "20,32", "--input", "20:int64")
+    named = planned(path, LIT, "--input", "x=20,32", "--input", "y=20:int64")
+    data = planned(path, LIT, "--data", f"{__name__}:Data")
+    single = planned(path, LIT, "--input", "20,32")
+    assert pairs.peak_bytes == named.peak_bytes == data.peak_bytes
+    assert [d.op for d in pairs.decisions] == [d.op for d in named.decisions] == [d.op for d in data.decisions]
+    assert {d.op for d in pairs.decisions} < {d.op for d in single.decisions}
+    assert any("log_softmax" in d.op for d in pairs.decisions), "the loss is the step's own, not a sum of outputs"
+
+
+def test_the_planned_training_step_is_the_recorded_one(tmp_path):
+    module = Lit()
+    x, y = torch.randn(20, 32), torch.arange(20) % 32
+
+    def step():
+        return nn.functional.cross_entropy(module.net(x), y)
+
+    step().backward()
+    module.zero_grad(set_to_none=True)
+    real = simulate(record(step)).peak_bytes
+    found = planned(tmp_path / "plan.json", LIT, "--data", f"{__name__}:Data", "--optimizer", "sgd").peak_bytes
+    assert found == pytest.approx(real, rel=0.01)
+
+
+def test_keywords_of_any_dtype_and_a_loss_of_the_models_own(tmp_path):
+    words = ["--input", "input_ids=8,12:int64", "--input", "labels=8,12:int64", "--input", "attention_mask=8,12"]
+    assert any("log_softmax" in d.op for d in planned(tmp_path / "plan.json", f"{__name__}:Words", *words).decisions)
+    two = planned(tmp_path / "plan.json", f"{__name__}:Two", "--input", "4,8", "--input", "6,8")
+    assert sum("tanh" in d.op for d in two.decisions) == 2
+
+
+def test_a_module_takes_as_many_of_a_loaders_entries_as_its_forward_has_arguments(tmp_path):
+    plain = planned(tmp_path / "plan.json", f"{__name__}:linear", "--data", f"{__name__}:Data")
+    assert plain.peak_bytes == planned(tmp_path / "plan.json", f"{__name__}:linear", "--input", "20,32").peak_bytes
+
+
+def linear():
+    return nn.Linear(32, 32)
+
+
+def test_the_largest_batch_of_samples_with_labels_and_of_data(capsys):
+    sample = ["--input", "32", "--input", ":int64"]
+    for source in (sample, ["--data", f"{__name__}:Data"]):
+        assert main(["max-batch", LIT, *source, "--budget", "1MiB"]) == 0
+    first, _, second, _ = capsys.readouterr().out.splitlines()
+    assert first == second
+    assert first.startswith("Largest batch in 1MiB: ")
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"ctdr {ctdr_lightning.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("no JSON", "is no plan: no valid JSON"),
+        ("[1, 2]", "is no plan: it holds a list"),
+        ('{"version": 1, "layers": {}}', "is no plan: it holds the layers of a decomposition"),
+        ('{"version": 2, "kind": "trace"}', "is no plan: it holds a trace"),
+        ('{"state": 1}', "is no plan: it holds JSON of another kind"),
+        ('{"kind": "plan", "version": 99}', "is a plan of version 99; this release reads version"),
+        ("\x00\x01", "is no plan"),
+    ],
+)
+def test_what_is_no_plan_is_said_with_its_name(tmp_path, capsys, content, said):
+    path = tmp_path / "given.json"
+    path.write_text(content)
+    assert main(["explain", str(path)]) == 2
+    problem, hint = capsys.readouterr().err.splitlines()
+    assert problem.startswith(f"ctdr: {str(path)!r} ")
+    assert said in problem
+    assert hint.startswith("HINT: ")

@@ -28,15 +28,33 @@ def parse_document(source: str | Path, kind: str, version: int) -> dict[str, Any
     Raises:
         CheckpointError: When it cannot be read, or is of another kind or version.
     """
-    text = source if isinstance(source, str) and source.lstrip().startswith("{") else read_text(source)
+    inline = isinstance(source, str) and source.lstrip().startswith("{")
+    text = str(source) if inline else read_text(source)
+    where = "The text" if inline else repr(str(source))
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"This {kind} is no valid JSON: {error}.", f"Write the {kind} again.") from error
-    if not isinstance(data, dict) or data.get("kind") != kind or data.get("version") != version:
-        found = (data.get("kind"), data.get("version")) if isinstance(data, dict) else type(data).__name__
-        raise CheckpointError(f"Expected a {kind} of version {version}, found {found}.", f"Write the {kind} again.")
+        raise CheckpointError(f"{where} is no {kind}: no valid JSON ({error}).", _how_to_write(kind)) from error
+    if not isinstance(data, dict) or data.get("kind") != kind:
+        raise CheckpointError(f"{where} is no {kind}: it holds {_what_it_is(data)}.", _how_to_write(kind))
+    if type(data.get("version")) is not int or data["version"] != version:
+        raise CheckpointError(
+            f"{where} is a {kind} of version {data.get('version')!r}; this release reads version {version}.",
+            _how_to_write(kind),
+        )
     return data
+
+
+def _what_it_is(data: Any) -> str:
+    if not isinstance(data, dict):
+        return f"a {type(data).__name__}"
+    if isinstance(data.get("kind"), str):
+        return f"a {data['kind']}"
+    return "the layers of a decomposition" if isinstance(data.get("layers"), dict) else "JSON of another kind"
+
+
+def _how_to_write(kind: str) -> str:
+    return f"Write the {kind} again: {kind}.to_json(path)."
 
 
 def read_record(kind: type[T], found: Mapping[str, Any] | Sequence[Any]) -> T:

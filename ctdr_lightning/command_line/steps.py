@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,17 +15,20 @@ from ctdr_lightning.basics.torch_private import NEEDS_VALUES, tree_leaves, tree_
 Step = Callable[[nn.Module, Any], Tensor]
 
 
-def step_of(model: nn.Module) -> Step:
+def step_of(model: nn.Module, *, spare: bool = False) -> Step:
     """The step to plan for: from a copy of the model and a batch to the loss.
 
-    A LightningModule runs its own ``training_step``. Any other module is called: with a tensor, with a tuple's entries
-    (as many as its forward takes), or with a dict's as keywords; the loss is what it calls ``loss``, or else the sum of
-    all that it returns.
+    A LightningModule runs its own ``training_step``. Any other module is called: with a tensor, with a tuple's entries,
+    or with a dict's as keywords; the loss is what it calls ``loss``, or else the sum of all that it returns.
+
+    Args:
+        model: The model; the step runs a copy of it.
+        spare: Whether a tuple may hold more than the forward takes, as a loader's pairs of image and label do.
 
     Raises:
         ConfigError: From the step, when the model does not take the batch; with what the model said.
     """
-    run = _training_step if _is_lightning(model) else _forward
+    run = _training_step if _is_lightning(model) else partial(_forward, spare=spare)
 
     def step(twin: nn.Module, batch: Any) -> Tensor:
         try:
@@ -58,16 +62,20 @@ def _training_step(twin: Any, batch: Any) -> Tensor:
     return _loss(twin.training_step(batch, 0) if takes_index else twin.training_step(batch), "training_step")
 
 
-def _forward(twin: nn.Module, batch: Any) -> Tensor:
+def _forward(twin: nn.Module, batch: Any, spare: bool) -> Tensor:
     if isinstance(batch, Mapping):
         return _loss(twin(**batch), "forward")
     if not isinstance(batch, tuple | list):
         return _loss(twin(batch), "forward")
+    return _loss(twin(*(batch[: _n_taken(twin, len(batch))] if spare else batch)), "forward")
+
+
+def _n_taken(twin: nn.Module, n_given: int) -> int:
+    """How many of the given positional arguments the forward takes."""
     kinds = [parameter.kind for parameter in inspect.signature(twin.forward).parameters.values()]
-    most = len(batch) if inspect.Parameter.VAR_POSITIONAL in kinds else sum(
-        kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds
-    )  # fmt: skip
-    return _loss(twin(*batch[:most]), "forward")
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return n_given
+    return sum(kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)
 
 
 def _loss(found: Any, of: str) -> Tensor:
