@@ -17,7 +17,7 @@ from ctdr_lightning.command_line.named import build
 _INPUT = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>\d+(?:,\d+)*)?(?::(?P<dtype>\w+))?")
 # torch knows 50 more; nobody feeds a network with them.
 _DTYPES = (
-    "float32", "float64", "float16", "bfloat16", "complex64", "int64", "int32", "int16", "int8", "uint8", "bool", "long",
+    "float32", "float64", "float16", "bfloat16", "complex64", "int64", "int32", "int16", "int8", "uint8", "bool",
 )  # fmt: skip
 
 

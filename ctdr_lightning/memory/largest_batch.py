@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cache
 from itertools import count
 from typing import Any, TypeVar
 
@@ -82,6 +83,7 @@ def max_batch(
 
     tries = track(count(), "max_batch", total=3 * most.bit_length(), enabled=progress)
 
+    @cache  # what a search found of a trace is remembered with the trace: the last plan is not sought twice
     def traced(size: int) -> Trace:
         next(tries)
         return record_fake(module, make_inputs(size), step, device=device).with_static(static_bytes)
