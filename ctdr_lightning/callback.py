@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
@@ -11,6 +12,7 @@ from typing_extensions import override
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.decomposition import Choices
 from ctdr_lightning.recovery import Recovery
+from ctdr_lightning.recovery.transaction import all_or_nothing, layers_as_now
 from ctdr_lightning.trainer.accuracy.coach import Coach
 from ctdr_lightning.trainer.checkpoints import CompleteFileIO, write_complete_files
 from ctdr_lightning.trainer.modules import is_compiled, overrides
@@ -29,6 +31,10 @@ from ctdr_lightning.trainer.training_step.step_runner import StepEngine
 
 STATE_VERSION = 2
 RankValue = float | int | str
+_OF_ONE_RUN = (
+    "surgeon", "coach", "memory", "engine", "monitor", "reporter", "log", "log_dict", "_hook", "_random", "_steps",
+    "_served",
+)  # fmt: skip
 
 
 class CTDRCallback(Callback):
@@ -73,11 +79,15 @@ class CTDRCallback(Callback):
         verbose: bool = True,
     ) -> None:
         super().__init__()
-        schedule = Recovery.read(recovery)
         self.options = CallbackOptions(
-            rank, method, select, memory_budget, policy, schedule, choices, max_slowdown,
+            rank, method, select, memory_budget, policy, Recovery.read(recovery), choices, max_slowdown,
             retry_on_oom, allow_untested, verbose,
         )  # fmt: skip
+        self._begin()
+
+    def _begin(self) -> None:
+        """Make what one run needs; nothing of an earlier run is left."""
+        schedule = self.options.recovery
         self.surgeon = Surgeon(self.options.decomposition(), self.options.read_choices(), schedule)
         if schedule is not None and not self.surgeon.cuts:
             raise ConfigError("recovery is given, but nothing is decomposed.", "Give rank=, or leave recovery out.")
@@ -89,6 +99,25 @@ class CTDRCallback(Callback):
         self._hook: Any = None
         self._random = Randomness()
         self._steps = 0
+        self._served: tuple[ref[Trainer], ref[LightningModule]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or a pickle is a new callback with the same arguments: it serves another run."""
+        return {name: value for name, value in vars(self).items() if name not in _OF_ONE_RUN}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._begin()
+
+    def _serve(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin as new for another model; for the same one under another Trainer only the schedule begins again."""
+        if self._served is not None:
+            last_trainer, last_module = (served() for served in self._served)
+            if last_module is not pl_module:
+                self._begin()
+            elif last_trainer is not trainer and self.coach is not None:
+                self.coach.begin_again()
+        self._served = ref(trainer), ref(pl_module)
 
     @classmethod
     def from_checkpoint(cls, path: str | Path, **changes: Any) -> CTDRCallback:
@@ -109,6 +138,8 @@ class CTDRCallback(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Decompose, before optimizers exist and before any checkpoint is read."""
+        if stage == "fit":
+            self._serve(trainer, pl_module)
         if self._hook is None:
             self._hook = pl_module.register_load_state_dict_pre_hook(match_structure)
         if stage != "fit":
@@ -125,13 +156,15 @@ class CTDRCallback(Callback):
             self._cut(trainer, pl_module)
 
     def _cut(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.coach is not None:
-            self.coach.prepare(pl_module)
-        self.surgeon.decide(pl_module, trainer.strategy)
-        if self.coach is not None:
-            self.coach.cut_at_start(pl_module)
-        else:
-            self.surgeon.cut(pl_module, 1)
+        coaching = [self.coach.as_now()] if self.coach is not None else []
+        with all_or_nothing(layers_as_now(pl_module), self.surgeon.as_now(), *coaching):
+            if self.coach is not None:
+                self.coach.prepare(pl_module)
+            self.surgeon.decide(pl_module, trainer.strategy)
+            if self.coach is not None:
+                self.coach.cut_at_start(pl_module)
+            else:
+                self.surgeon.cut(pl_module, 1)
         self.reporter.say_cut()
 
     @override
@@ -264,6 +297,8 @@ class CTDRCallback(Callback):
         if self._hook is not None:
             self._hook.remove()
         self._hook = None
+        for name in ("log", "log_dict"):
+            vars(self).pop(name, None)  # Lightning's, bound to the module, which would live as long as the callback
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -283,6 +318,8 @@ class CTDRCallback(Callback):
         """Take up what :meth:`state_dict` gave."""
         own = read_state({"callbacks": {self.state_key: state_dict}}, self.state_key, STATE_VERSION)
         self.surgeon.load(own.get("surgery"))
+        if self.surgeon.cuts and own["surgery"]["choices"] is None:
+            return
         stepped = own.get("stepped")
         self.monitor.stepped = stepped if isinstance(stepped, int) else 0
         if self.coach is not None and "recovery" in own:
@@ -300,4 +337,6 @@ class CTDRCallback(Callback):
             return
         state = read_state(checkpoint, self.state_key, STATE_VERSION)
         self.surgeon.load(state.get("surgery"), factorized_names(pl_module))
-        self._random.load(trainer, state.get("random"))
+        self.surgeon.cut(pl_module, self.coach.progress.stage if self.coach is not None else 1)
+        decided = not self.surgeon.cuts or state["surgery"]["choices"] is not None
+        self._random.load(trainer, state.get("random"), trained=decided)

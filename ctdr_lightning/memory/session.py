@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +84,7 @@ class Session:
         self._planner = planner
         self.budget_bytes = budget_bytes
         self._static_bytes = static_bytes
-        self._root = root
+        self._root = ref(root) if root is not None else None  # a session outlives the run, the model need not
         self._kinds: dict[Hashable, _Kind] = {}
         self._current: _Kind | None = None
         self._recorder: Recorder | None = None
@@ -113,7 +114,8 @@ class Session:
             self._meter = PeakMeter()
             self._meter.__enter__()
         if kind.plan is None:
-            self._recorder = Recorder(evictor=self._evictor(), root=self._root)
+            root = self._root() if self._root is not None else None
+            self._recorder = Recorder(evictor=self._evictor(), root=root)
             self._recorder.__enter__()
         elif not kind.plan.keeps_all:
             self._tape = Tape(kind.plan, self._evictor())

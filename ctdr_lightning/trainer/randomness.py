@@ -79,8 +79,15 @@ class Randomness:
         device = trainer.strategy.root_device
         return {name: trainer.strategy.all_gather(value.to(device)).cpu() for name, value in state.items()}
 
-    def load(self, trainer: Any, stacked: Any) -> None:
-        """Take this rank's state from what :meth:`save` gave; warns where there is none."""
+    def load(self, trainer: Any, stacked: Any, *, trained: bool = True) -> None:
+        """Take this rank's state from what :meth:`save` gave; warns where there is none.
+
+        Args:
+            trainer: About to train.
+            stacked: The states of all ranks.
+            trained: Whether the saved run had reached its training; if not, its first epoch's data order was not yet
+                drawn, and the state is put back at once.
+        """
         rank, size = trainer.global_rank, trainer.world_size
         values = list(stacked.values()) if isinstance(stacked, dict) else []
         fits = [isinstance(value, Tensor) and value.ndim == 2 and len(value) == size for value in values]
@@ -88,7 +95,11 @@ class Randomness:
             rank_zero_warn("The checkpoint is from another number of processes: its random state is not taken up.")
             return
         # torch.set_rng_state reads from the start of the storage, so a view would crash it
-        self._loaded = {str(name): value[rank].clone() for name, value in stacked.items()}
+        state = {str(name): value[rank].clone() for name, value in stacked.items()}
+        if trained:
+            self._loaded = state
+        else:
+            put_back(state)
 
     def train_start(self) -> None:
         """Set the generators as they were when the checkpoint was written."""
@@ -98,6 +109,9 @@ class Randomness:
     def epoch_start(self, trainer: Any) -> None:
         """Have a resumed run's first epoch draw its data order from the state taken up."""
         if self._loaded is not None:
+            if trainer.fit_loop.restarted_on_epoch_start:
+                # Lightning would take the batches of the epoch before for this one's, and skip a whole epoch
+                trainer.fit_loop.epoch_loop.restarting = False
             # Lightning made the epoch's iterator before `train_start`; it makes it again once it no longer resumes
             trainer.fit_loop.on_iteration_done()
             self._loaded = None

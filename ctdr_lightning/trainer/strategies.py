@@ -125,9 +125,15 @@ def check_compiled(module: object, *, plans: bool, distills: Any) -> None:
 
 def rewrap(trainer: Any) -> None:
     """Let DDP look at the parameters anew, after layers or ``requires_grad`` changed; nothing elsewhere."""
+    if unwrap(trainer):
+        gc.collect()  # the old wrapper's reducer sits in a cycle and would go on answering to gradients
+        trainer.strategy.configure_ddp()
+
+
+def unwrap(trainer: Any) -> bool:
+    """Take DDP's wrapper off; returns whether there was one."""
     strategy = trainer.strategy
     if not hasattr(strategy, "configure_ddp") or strategy.model is strategy.lightning_module:
-        return
+        return False
     strategy.model = strategy.lightning_module
-    gc.collect()  # the old wrapper's reducer sits in a cycle and would go on answering to gradients
-    strategy.configure_ddp()
+    return True

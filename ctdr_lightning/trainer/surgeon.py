@@ -14,6 +14,7 @@ from ctdr_lightning.decomposition import Choices, Report, decompose
 from ctdr_lightning.decomposition.report import LayerReport
 from ctdr_lightning.recovery.decisions import split
 from ctdr_lightning.recovery.schedule import Recovery
+from ctdr_lightning.recovery.transaction import PutBack
 
 Outcome = tuple[tuple[str, str] | None, Choices | None, list[list[str]]]
 
@@ -61,6 +62,15 @@ class Surgeon:
         if problem is not None:
             raise ConfigError(*problem)
 
+    def as_now(self) -> PutBack:
+        """Remember what is decided; the result puts it back."""
+        before = self.choices, self.report, self.parameters_before, self.stages
+
+        def put_back() -> None:
+            self.choices, self.report, self.parameters_before, self.stages = before
+
+        return put_back
+
     def check(self) -> None:
         """Require that something is decomposed; after a checkpoint, if any, was read.
 
@@ -97,7 +107,7 @@ class Surgeon:
             model: Changed in place.
             stage: Stages to have been cut afterwards.
         """
-        if self.choices is None:
+        if self.choices is None or stage == 0:
             return
         names = {name for names in self.stages[:stage] for name in names}
         decompose(model, choices=self.choices.only(names), progress=False)
@@ -120,6 +130,8 @@ class Surgeon:
                 f"checkpoint: layer {sorted(strange)[0]!r} is factorized, but its choices do not say so.",
                 "The checkpoint was altered; use an earlier one.",
             )
+        if choices is None:
+            return  # saved before anything was decided: this run's own decision holds
         self.choices, self.stages = choices, stages
         counted = state.get("parameters_before")
         self.parameters_before = counted if isinstance(counted, int) else self.parameters_before

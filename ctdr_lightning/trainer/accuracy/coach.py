@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -17,14 +18,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from ctdr_lightning.basics.errors import CheckpointError, ConfigError
+from ctdr_lightning.basics.interrupts import interrupts_held
 from ctdr_lightning.recovery.decisions import Progress, failed, first_cut_epoch, next_move, phase_at
 from ctdr_lightning.recovery.distill import Teacher
 from ctdr_lightning.recovery.phases import Freezer, RateScaler
 from ctdr_lightning.recovery.schedule import Phase, Recovery
+from ctdr_lightning.recovery.transaction import PutBack, all_or_nothing, layers_as_now
 from ctdr_lightning.trainer.accuracy import optimizers, rehearsal
 from ctdr_lightning.trainer.accuracy.batchnorm_pass import Estimator
 from ctdr_lightning.trainer.accuracy.validation import logged_metric, measure
-from ctdr_lightning.trainer.strategies import rewrap
+from ctdr_lightning.trainer.strategies import rewrap, unwrap
 from ctdr_lightning.trainer.structure import match_structure
 from ctdr_lightning.trainer.surgeon import Surgeon
 
@@ -52,6 +55,11 @@ class Coach:
     def cuts_at_start(self) -> bool:
         """Whether the first stage is cut before training."""
         return first_cut_epoch(self.recovery) == 0
+
+    def begin_again(self) -> None:
+        """Follow the schedule from its start, with the layers that are cut already."""
+        self.progress = Progress(stage=self.progress.stage, reference=self.progress.reference)
+        self._snapshot = None
 
     def prepare(self, module: LightningModule) -> None:
         """Keep of the dense model what is needed later; before anything is cut."""
@@ -87,20 +95,41 @@ class Coach:
             self._stop_if_recovered(trainer, self.progress.entered_epoch + 1)
 
     def epoch_start(self, trainer: Any, module: LightningModule) -> None:
-        """Decide and do what comes before this epoch, once."""
+        """Decide and do what comes before this epoch, once and in whole; Ctrl-C in the middle leaves all as it was."""
         epoch = trainer.current_epoch
         if epoch <= self.progress.entered_epoch:
             return
         move = next_move(self.recovery, self.progress, epoch)
-        if move == "roll back":
-            self._roll_back(trainer, module)
-        elif move == "cut":
-            self._cut(trainer, module, epoch)
-        _, spent = phase_at(self.recovery, self.progress, epoch)
-        if spent == 0:
-            self.progress.phase_steps = 0
-        self._enter(trainer, module, epoch)
-        self.progress.entered_epoch = epoch
+        with all_or_nothing(*self._as_now(trainer, module, with_weights=move == "roll back")):
+            if move == "roll back":
+                self._roll_back(trainer, module)
+            elif move == "cut":
+                self._cut(trainer, module, epoch)
+            _, spent = phase_at(self.recovery, self.progress, epoch)
+            if spent == 0:
+                self.progress.phase_steps = 0
+            self._enter(trainer, module, epoch)
+            self.progress.entered_epoch = epoch
+
+    def as_now(self) -> PutBack:
+        """Remember where recovery stands; the result puts it back."""
+        progress, teacher, dense, snapshot = replace(self.progress), self.teacher, self._dense, self._snapshot
+
+        def put_back() -> None:
+            self.progress, self.teacher, self._dense, self._snapshot = progress, teacher, dense, snapshot
+
+        return put_back
+
+    def _as_now(self, trainer: Any, module: LightningModule, with_weights: bool) -> list[PutBack]:
+        weights = _host_state(module) if with_weights else None
+
+        def put_back_training() -> None:
+            if weights is not None:
+                module.load_state_dict(weights)
+            unwrap(trainer)
+            self.rates.attach(trainer.optimizers)
+
+        return [layers_as_now(module), optimizers.as_now(trainer), self.as_now(), put_back_training]
 
     def step_done(self) -> None:
         """An optimizer step was taken."""
@@ -131,13 +160,15 @@ class Coach:
     def fit_end(self, module: LightningModule) -> None:
         """Roll back a last stage that training ended with and that did not recover."""
         if self._snapshot is not None and not self.progress.rolled_back and failed(self.recovery, self.progress):
-            self._put_back_weights(module)
+            with interrupts_held():
+                self._put_back_weights(module)
 
     def release(self) -> None:
         """Let everything train at its own rate again."""
         self.rates.release()
         self._freezer.thaw()
-        self._dense = None
+        if self.progress.reference is not None:
+            self._dense = None  # else an interrupt came before the measurement, which the next fit makes up for
 
     @property
     def around(self) -> Callable[..., Any] | None:

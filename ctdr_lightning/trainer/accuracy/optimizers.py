@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -31,6 +32,17 @@ def rebuild(trainer: Any) -> None:
         _carry_over(before, after)
     for before, after in zip(old_schedules, strategy.lr_scheduler_configs, strict=True):
         after.scheduler.load_state_dict(before.scheduler.state_dict())
+
+
+def as_now(trainer: Any) -> Callable[[], None]:
+    """Remember the optimizers and schedulers there are; the result puts them back after a `rebuild`."""
+    strategy = trainer.strategy
+    optimizers, schedules = list(strategy.optimizers), list(strategy.lr_scheduler_configs)
+
+    def put_back() -> None:
+        strategy.optimizers, strategy.lr_scheduler_configs = optimizers, schedules
+
+    return put_back
 
 
 def _check_counts(old: list[Optimizer], new: list[Optimizer], n_before: int, n_after: int) -> None:
