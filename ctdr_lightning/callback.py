@@ -147,7 +147,7 @@ class CTDRCallback(Callback):
         recovery, cuts = self.options.recovery, self.surgeon.cuts
         changes, untested = recovery is not None, self.options.allow_untested
         check_strategy(trainer.strategy, cuts=cuts, changes=changes, allow_untested=untested)
-        check_callbacks(trainer, self, staged=recovery is not None and recovery.staged)
+        check_callbacks(trainer, self, cuts=cuts, staged=recovery is not None and recovery.staged)
         check_compiled(pl_module, plans=self.options.plans_memory, distills=recovery is not None and recovery.distill)
         write_complete_files(trainer.strategy)
         if not is_sharded(trainer.strategy) and overrides(pl_module, "configure_model"):
@@ -337,6 +337,7 @@ class CTDRCallback(Callback):
             return
         state = read_state(checkpoint, self.state_key, STATE_VERSION)
         self.surgeon.load(state.get("surgery"), factorized_names(pl_module))
-        self.surgeon.cut(pl_module, self.coach.progress.stage if self.coach is not None else 1)
         decided = not self.surgeon.cuts or state["surgery"]["choices"] is not None
+        if not decided:  # the run ended before its first cut, and its weights are the dense model's
+            self.surgeon.cut(pl_module, self.coach.progress.stage if self.coach is not None else 1)
         self._random.load(trainer, state.get("random"), trained=decided)

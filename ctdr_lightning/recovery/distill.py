@@ -7,7 +7,6 @@ Costs one forward of the dense model a step and its weights' memory, both logged
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from time import perf_counter
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.nn import functional
 
 from ctdr_lightning.basics.errors import CheckpointError, ConfigError
 from ctdr_lightning.basics.units import GIB
+from ctdr_lightning.recovery.duplicate import duplicate
 from ctdr_lightning.recovery.schedule import Distillation
 
 
@@ -33,7 +33,7 @@ class Teacher:
 
     def __init__(self, model: nn.Module, options: Distillation) -> None:
         self.options = options
-        self.net = deepcopy(_part(model, options.module)).requires_grad_(False).eval()
+        self.net = duplicate(_part(model, options.module)).requires_grad_(False).eval()
         if options.keep == "bf16":
             self.net.to(torch.bfloat16)
         self.seconds = 0.0

@@ -15,6 +15,7 @@ from ctdr_lightning.trainer.modules import is_compiled
 
 _TESTED = ("SingleDeviceStrategy", "DDPStrategy")
 _SHARDED = "ModelParallelStrategy"
+_SPAWNS = "_MultiProcessingLauncher"
 _REFUSED = {
     "DeepSpeedStrategy": "DeepSpeed builds its engine around the first set of parameters",
     "FSDPStrategy": "FSDP1 flattens parameters before the callback can plan; it cannot be tested without GPUs",
@@ -22,6 +23,7 @@ _REFUSED = {
     "XLAStrategy": "XLA compiles the step, so that no tensor can be dropped from outside",
     "SingleDeviceXLAStrategy": "XLA compiles the step, so that no tensor can be dropped from outside",
 }  # fmt: skip
+_PRUNES = "ModelPruning"
 _BEFORE = ("WeightAveraging", "StochasticWeightAveraging")
 
 
@@ -47,6 +49,7 @@ def check_strategy(strategy: Any, *, cuts: bool, changes: bool, allow_untested: 
         ConfigError: Naming the strategy, the reason and what to use instead.
     """
     names = _classes(strategy)
+    _check_launcher(strategy, cuts)
     if is_sharded(strategy):
         return _check_sharded(cuts, changes)
     reason = next((why for name, why in _REFUSED.items() if name in names), None)
@@ -62,6 +65,16 @@ def check_strategy(strategy: Any, *, cuts: bool, changes: bool, allow_untested: 
     return None
 
 
+def _check_launcher(strategy: Any, cuts: bool) -> None:
+    if cuts and _SPAWNS in _classes(getattr(strategy, "launcher", None)):
+        raise ConfigError(
+            "rank is given under a strategy that starts its processes from this one (ddp_spawn, ddp_notebook): the"
+            " model here would stay dense, and Lightning would drop the factors that those processes trained.",
+            "In a script use strategy='ddp'. In a notebook call ctdr_lightning.decompose(model, rank=...) before fit,"
+            " and give CTDRCallback(rank=None).",
+        )
+
+
 def _check_sharded(cuts: bool, changes: bool) -> None:
     if cuts:
         raise ConfigError(
@@ -75,12 +88,24 @@ def _check_sharded(cuts: bool, changes: bool) -> None:
         )
 
 
-def check_callbacks(trainer: Any, callback: Any, *, staged: bool) -> None:
-    """Refuse an order of callbacks in which an averaged model would be copied before its layers change.
+def check_callbacks(trainer: Any, callback: Any, *, cuts: bool, staged: bool) -> None:
+    """Refuse callbacks that would hold on to layers that are exchanged.
+
+    Args:
+        trainer: Whose callbacks are looked at.
+        callback: Ours.
+        cuts: Whether layers are decomposed.
+        staged: Whether some are while training runs.
 
     Raises:
         ConfigError: Naming the callback and the fix.
     """
+    if cuts and any(_PRUNES in _classes(other) for other in trainer.callbacks):
+        raise ConfigError(
+            "ModelPruning is given beside rank: it would prune the dense layers that are exchanged, and takes the bias"
+            " of a factorized layer for a parameter of its own.",
+            "Prune in a run of its own, later: ModelPruning(..., parameter_names=['weight']) without CTDRCallback.",
+        )
     position = trainer.callbacks.index(callback)
     for index, other in enumerate(trainer.callbacks):
         if not any(name in _classes(other) for name in _BEFORE):

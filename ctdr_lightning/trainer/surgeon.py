@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from copy import deepcopy
 from typing import Any
 
 from torch import nn
@@ -13,6 +12,7 @@ from ctdr_lightning.basics.errors import CheckpointError, ConfigError
 from ctdr_lightning.decomposition import Choices, Report, decompose
 from ctdr_lightning.decomposition.report import LayerReport
 from ctdr_lightning.recovery.decisions import split
+from ctdr_lightning.recovery.duplicate import duplicate
 from ctdr_lightning.recovery.schedule import Recovery
 from ctdr_lightning.recovery.transaction import PutBack
 
@@ -91,7 +91,7 @@ class Surgeon:
         staged = self._recovery is not None and self._recovery.staged
         options = {"choices": self._given} if self._given is not None else dict(self._options or {})
         try:
-            report = decompose(deepcopy(model) if staged else model, **options)
+            report = decompose(duplicate(model) if staged else model, **options)
         except ConfigError as error:
             return (error.problem, error.hint), None, []
         self.report = report

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +20,7 @@ from ctdr_lightning.basics.errors import CheckpointError, ConfigError
 from ctdr_lightning.basics.interrupts import interrupts_held
 from ctdr_lightning.recovery.decisions import Progress, failed, first_cut_epoch, next_move, phase_at
 from ctdr_lightning.recovery.distill import Teacher
+from ctdr_lightning.recovery.duplicate import duplicate
 from ctdr_lightning.recovery.phases import Freezer, RateScaler
 from ctdr_lightning.recovery.schedule import Phase, Recovery
 from ctdr_lightning.recovery.transaction import PutBack, all_or_nothing, layers_as_now
@@ -68,7 +68,7 @@ class Coach:
         if self.recovery.distill is not None:
             self.teacher = Teacher(module, self.recovery.distill)
         if self.cuts_at_start and self.recovery.reference == "measure":
-            self._dense = deepcopy(module)
+            self._dense = duplicate(module)
         if self.cuts_at_start and self.recovery.max_drop is not None:
             self._snapshot = {"model": _host_state(module), "optimizers": []}
 

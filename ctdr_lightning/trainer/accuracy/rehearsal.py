@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import copy, deepcopy
+from copy import copy
 from itertools import islice
 from typing import Any
 
@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
+from ctdr_lightning.recovery.duplicate import duplicate
 from ctdr_lightning.trainer.modules import overrides
 
 _SILENT = ("log", "log_dict", "manual_backward", "toggle_optimizer", "untoggle_optimizer", "clip_gradients", "print")
@@ -53,7 +54,7 @@ def rehearse(module: LightningModule, trainer: Any) -> LightningModule:
         module: Attached to ``trainer``; not changed.
         trainer: The running trainer, which the copy's step may read.
     """
-    double: Any = deepcopy(module)
+    double: Any = duplicate(module)
     double.trainer = trainer
     for name in _SILENT:
         vars(double)[name] = _ignore

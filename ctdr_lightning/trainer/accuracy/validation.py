@@ -6,13 +6,13 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import nn
 
 from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.recovery.duplicate import duplicate
 from ctdr_lightning.trainer.randomness import isolated
 
 
@@ -38,7 +38,7 @@ def measure(trainer: Any, module: nn.Module, monitor: str) -> float:
     device = trainer.strategy.root_device
     with isolated(), _silence():
         inner = _evaluator(trainer, device)
-        inner.validate(deepcopy(module), dataloaders=trainer.val_dataloaders, verbose=False)
+        inner.validate(duplicate(module), dataloaders=trainer.val_dataloaders, verbose=False)
     value = logged_metric(inner.callback_metrics, monitor).to(device, torch.float32)
     return float(trainer.strategy.reduce(value, reduce_op="mean") if trainer.world_size > 1 else value)
 
