@@ -38,8 +38,13 @@ def modules() -> dict[str, Path]:
     return {".".join(parts): path for parts, path in paths.items() if parts[-1] not in ("__init__", "__main__")}
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Yield every imported module, lazy imports and those for types included."""
+@cache
+def imports(path: Path) -> tuple[str, ...]:
+    """Every imported module, lazy imports and those for types included."""
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -47,6 +52,7 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+@cache
 def own_imports(name: str) -> set[str]:
     """The modules of the package that a module imports from; a folder's own ``__init__`` counts as the folder."""
     found = set()
@@ -59,6 +65,7 @@ def own_imports(name: str) -> set[str]:
     return found - {""}
 
 
+@cache
 def floor_of(name: str) -> int:
     """The index of the longest floor name that the module lies in."""
     fitting = [floor for floor in FLOORS if name == floor or name.startswith(f"{floor}.")]
