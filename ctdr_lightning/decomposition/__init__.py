@@ -6,8 +6,8 @@ from ctdr_lightning.decomposition.algorithms.solvers import SOLVERS, Solver
 from ctdr_lightning.decomposition.apply import decompose
 from ctdr_lightning.decomposition.choose.choices import Choices, LayerChoice
 from ctdr_lightning.decomposition.choose.rank import RANK_RULES, Rule
+from ctdr_lightning.decomposition.layers.dense_again import merge
 from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer
-from ctdr_lightning.decomposition.layers.surgery import merge
 from ctdr_lightning.decomposition.methods import METHODS, Method
 from ctdr_lightning.decomposition.report import LayerReport, Report
 from ctdr_lightning.decomposition.shapes.layer_kinds import KINDS, Kind

@@ -7,9 +7,11 @@ from typing import Any
 
 from torch import nn
 
+from ctdr_lightning.decomposition.layers.attention import close_attention
+from ctdr_lightning.decomposition.layers.dense_again import make_dense
 from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer
 from ctdr_lightning.decomposition.layers.from_checkpoint import rebuild_from_state_dict
-from ctdr_lightning.decomposition.layers.surgery import replace_everywhere, walk
+from ctdr_lightning.decomposition.layers.surgery import walk
 
 
 def match_structure(module: nn.Module, state_dict: Mapping[str, Any], prefix: str = "", *_: Any) -> None:
@@ -23,10 +25,9 @@ def match_structure(module: nn.Module, state_dict: Mapping[str, Any], prefix: st
     Raises:
         CheckpointError: When the state dict holds factors that fit no layer.
     """
-    factorized = {name: layer for name, layer in walk(module) if isinstance(layer, FactorizedLayer)}
-    dense: dict[nn.Module, nn.Module]
-    dense = {layer: layer.to_dense() for name, layer in factorized.items() if f"{prefix}{name}.weight" in state_dict}
-    replace_everywhere(module, dense)
+    make_dense(module, lambda name: f"{prefix}{name}.weight" in state_dict)
+    fused = ("in_proj_weight", "q_proj_weight")
+    close_attention(module, lambda name: any(f"{prefix}{name}.{key}" in state_dict for key in fused))
     rebuild_from_state_dict(module, state_dict, prefix)
 
 

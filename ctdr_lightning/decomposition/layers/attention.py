@@ -9,6 +9,8 @@ which reads the weights, computes with the factors' product.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -165,28 +167,52 @@ class OpenAttention(nn.MultiheadAttention):
         return F.pad(mask, (0, n_keys - mask.shape[-1]))  # the keys that were appended are seen by all
 
 
-def open_attention(model: nn.Module) -> None:
-    """Replace every fused attention below ``model`` by its open form, in place."""
-    fused = [cast(nn.MultiheadAttention, module) for module in model.modules() if can_open(module)]
-    replace_everywhere(model, {module: OpenAttention(module) for module in fused})
+@contextmanager
+def opened(model: nn.Module) -> Iterator[None]:
+    """Hold every fused attention open while its layers are looked at and replaced, in place.
 
-
-def close_attention(model: nn.Module, keep: type[nn.Module] | None = None) -> None:
-    """Fuse every open attention again, in place.
+    Afterwards those with nothing but plain linear layers are the modules that they were, weights and all.
 
     Args:
         model: Any module.
-        keep: Attentions that have a child of this class stay open.
     """
-    swaps: dict[nn.Module, nn.Module] = {}
-    for module in model.modules():
-        if isinstance(module, OpenAttention) and not _has_child(module, keep):
-            swaps[module] = module.to_fused()
+    before = open_attention(model, lambda name: True)
+    try:
+        yield
+    finally:
+        untouched = {ours: fused for fused, ours in before.items() if _is_plain(ours)}
+        replace_everywhere(model, cast("dict[nn.Module, nn.Module]", untouched))
+
+
+def open_attention(model: nn.Module, chosen: Callable[[str], bool]) -> dict[nn.Module, nn.Module]:
+    """Replace fused attentions below a model by their open form, in place.
+
+    Args:
+        model: Any module.
+        chosen: Told the dotted name of a fused attention.
+
+    Returns:
+        Each fused attention and its open form.
+    """
+    fused = [cast(nn.MultiheadAttention, m) for name, m in model.named_modules() if can_open(m) and chosen(name)]
+    swaps: dict[nn.Module, nn.Module] = {module: OpenAttention(module) for module in fused}
     replace_everywhere(model, swaps)
+    return swaps
 
 
-def _has_child(module: nn.Module, kind: type[nn.Module] | None) -> bool:
-    return kind is not None and any(isinstance(child, kind) for child in module.children())
+def close_attention(model: nn.Module, chosen: Callable[[str], bool]) -> None:
+    """Fuse open attentions whose projections are all dense, in place.
+
+    Args:
+        model: Any module.
+        chosen: Told the dotted name of an open attention.
+    """
+    ours = [m for name, m in model.named_modules() if isinstance(m, OpenAttention) and chosen(name)]
+    replace_everywhere(model, {module: module.to_fused() for module in ours if _is_plain(module)})
+
+
+def _is_plain(module: nn.Module) -> bool:
+    return all(isinstance(child, nn.Linear) for child in module.children())
 
 
 def _weights(fused: nn.MultiheadAttention) -> list[nn.Parameter]:

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ctdr_lightning.basics.errors import CheckpointError
+from ctdr_lightning.decomposition.layers.attention import PROJECTIONS, open_attention
 from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer, factorized
 from ctdr_lightning.decomposition.layers.surgery import replace_everywhere, walk
+from ctdr_lightning.decomposition.layers.tied import follow_owners
 from ctdr_lightning.decomposition.methods import METHODS
 from ctdr_lightning.decomposition.shapes.geometry import Geometry
 from ctdr_lightning.decomposition.shapes.layer_kinds import KINDS, kind_of, weight_of
@@ -78,6 +80,7 @@ def rebuild_from_state_dict(
     Raises:
         CheckpointError: When factors are there that fit no layer.
     """
+    opened = open_attention(module, lambda name: _is_open(state_dict, f"{prefix}{name}."))
     swaps: dict[nn.Module, nn.Module] = {}
     for name, layer in walk(module):
         geometry = layer.geometry if isinstance(layer, FactorizedLayer) else _geometry(layer)
@@ -87,8 +90,14 @@ def rebuild_from_state_dict(
         method, shapes = found
         if not (isinstance(layer, FactorizedLayer) and layer.method == method and _shapes(layer) == shapes):
             swaps[layer] = _rebuild(name, layer, geometry, method, shapes)
+    swaps |= follow_owners(module, swaps)
     replace_everywhere(module, swaps)
-    return swaps
+    return opened | swaps
+
+
+def _is_open(state_dict: Mapping[str, Any], prefix: str) -> bool:
+    """Whether an attention's projections are stored as layers of their own."""
+    return any(key.startswith(f"{prefix}{name}.") for key in state_dict for name in PROJECTIONS)
 
 
 def _geometry(layer: nn.Module) -> Geometry | None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.decomposition.algorithms.linalg import working
 from ctdr_lightning.decomposition.algorithms.solvers import SOLVERS
 from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer, factorized
@@ -92,26 +91,3 @@ def replace_everywhere(model: nn.Module, swaps: dict[nn.Module, nn.Module]) -> N
         for key, child in list(parent._modules.items()):  # named_children() hides a child that stands twice
             if child in swaps:
                 setattr(parent, key, swaps[child])
-
-
-def merge(model: nn.Module) -> nn.Module:
-    """Turn every factorized layer back into its dense form, in place.
-
-    The outputs stay those of the factorized model.
-
-    Args:
-        model: Any module.
-
-    Returns:
-        The same model.
-
-    Raises:
-        ConfigError: When ``model`` itself is a factorized layer, which has no parent to be replaced in.
-    """
-    if isinstance(model, FactorizedLayer):
-        raise ConfigError("merge(model): model is itself a factorized layer.", "Use model.to_dense().")
-    swaps: dict[nn.Module, nn.Module] = {
-        module: module.to_dense() for _, module in walk(model) if isinstance(module, FactorizedLayer)
-    }
-    replace_everywhere(model, swaps)
-    return model

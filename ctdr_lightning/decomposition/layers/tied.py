@@ -39,6 +39,14 @@ class TiedLayer(nn.Module):
         self._owner = (owner,)  # in a tuple: as a child it would stand twice in the state dict
         self.train(dense.training)
 
+    def follow(self, owner: FactorizedLayer) -> TiedLayer:
+        """The same layer with the factors of another owner."""
+        new = TiedLayer.__new__(TiedLayer)
+        nn.Module.__init__(new)
+        vars(new).update({name: value for name, value in vars(self).items() if name not in _OWN})
+        new.bias, new._owner = self.bias, (owner,)
+        return new.train(self.training)
+
     @property
     def owner(self) -> FactorizedLayer:
         """The layer that holds the factors."""
@@ -109,3 +117,25 @@ def _rows(module: nn.Module) -> int:
     assert kind is not None
     geometry = KINDS[kind].geometry(module)
     return geometry.in_size if geometry.flipped else geometry.out_size
+
+
+def follow_owners(model: nn.Module, swaps: dict[nn.Module, nn.Module]) -> dict[nn.Module, nn.Module]:
+    """What becomes of the layers that are tied to those about to be replaced.
+
+    Args:
+        model: The model before anything is replaced.
+        swaps: Layers, dense or factorized, and their factorized forms.
+
+    Returns:
+        Each layer tied to one of them, and the layer that runs its new factors.
+    """
+    found: dict[nn.Module, nn.Module] = {}
+    for (_, first), *others in tied_groups(model):
+        owner = swaps.get(first)
+        if isinstance(owner, FactorizedLayer):
+            found |= {layer: TiedLayer(layer, owner) for _, layer in others}
+    for layer in model.modules():
+        owner = swaps.get(layer.owner) if isinstance(layer, TiedLayer) else None
+        if isinstance(layer, TiedLayer) and isinstance(owner, FactorizedLayer):
+            found[layer] = layer.follow(owner)
+    return found

@@ -7,7 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from ctdr_lightning.decomposition.layers.attention import OpenAttention, can_open, close_attention, open_attention
+from ctdr_lightning.decomposition.layers.attention import (
+    OpenAttention,
+    can_open,
+    close_attention,
+    open_attention,
+    opened,
+)
 
 BUILDS = {
     "plain": {},
@@ -20,6 +26,10 @@ BUILDS = {
     "double": {"dtype": torch.float64, "batch_first": True},
 }
 MASKS = ("none", "bool", "float", "per head", "causal", "padding", "float padding", "padding and bool")
+
+
+def every(name):
+    return True
 
 
 def build(name):
@@ -99,16 +109,27 @@ def test_it_fuses_again_to_the_bit(name):
     fused = build(name)
     model = nn.Sequential(nn.Linear(2, 2), copy.deepcopy(fused))
     keys = list(model.state_dict())
-    open_attention(model)
+    open_attention(model, every)
     assert isinstance(model[1], OpenAttention)
     assert set(model.state_dict()) != set(keys)
-    close_attention(model)
+    close_attention(model, every)
     assert type(model[1]) is nn.MultiheadAttention
     assert sorted(model.state_dict()) == sorted(keys)
     assert all(torch.equal(v, fused.state_dict()[k]) for k, v in model[1].state_dict().items())
     given = inputs(fused)
     assert torch.equal(model[1](*given)[0], fused(*given)[0])
     assert sum(p.numel() for p in model[1].parameters()) == sum(p.numel() for p in fused.parameters())
+
+
+def test_what_was_only_looked_at_is_the_same_module_afterwards():
+    model = nn.Sequential(build("plain"), build("no bias"))
+    first, second = model
+    with opened(model):
+        assert all(isinstance(module, OpenAttention) for module in model)
+        model[1].q_proj = nn.Sequential(model[1].q_proj)
+    assert model[0] is first
+    assert isinstance(model[1], OpenAttention)
+    assert model[1] is not second
 
 
 def test_frozen_projections_stay_frozen():
@@ -133,25 +154,25 @@ def test_attentions_of_ones_own_are_left_alone():
 def test_encoder_layers_are_the_same_in_training_and_on_the_fast_path(masked, norm_first):
     layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True, norm_first=norm_first)
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=not norm_first)
-    opened = copy.deepcopy(encoder)
-    open_attention(opened)
+    ours = copy.deepcopy(encoder)
+    open_attention(ours, every)
     x, padding = torch.randn(3, 6, 16), torch.zeros(3, 6, dtype=torch.bool)
     padding[1, 4:] = True
     how = {"src_key_padding_mask": padding} if masked else {}
-    same([opened(x, **how)], [encoder(x, **how)])
+    same([ours(x, **how)], [encoder(x, **how)])
     encoder.eval()
-    opened.eval()
-    same([opened(x, **how)], [encoder(x, **how)])
+    ours.eval()
+    same([ours(x, **how)], [encoder(x, **how)])
     with torch.no_grad():
-        same([opened(x, **how)], [encoder(x, **how)])
+        same([ours(x, **how)], [encoder(x, **how)])
 
 
 def test_a_decoder_is_the_same():
     layer = nn.TransformerDecoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
     decoder = nn.TransformerDecoder(layer, 2)
-    opened = copy.deepcopy(decoder)
-    open_attention(opened)
+    ours = copy.deepcopy(decoder)
+    open_attention(ours, every)
     x, memory = torch.randn(3, 5, 16), torch.randn(3, 7, 16)
     causal = nn.Transformer.generate_square_subsequent_mask(5)
     how = {"tgt_mask": causal, "tgt_is_causal": True}
-    same([opened(x, memory, **how)], [decoder(x, memory, **how)])
+    same([ours(x, memory, **how)], [decoder(x, memory, **how)])
