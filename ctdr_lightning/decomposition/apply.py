@@ -18,8 +18,10 @@ from ctdr_lightning.decomposition.choose.observe import with_given_shapes, with_
 from ctdr_lightning.decomposition.choose.propose import MethodLike, Request, propose
 from ctdr_lightning.decomposition.choose.rank import RankLike
 from ctdr_lightning.decomposition.choose.select import Layer, find_layers, on_processor
+from ctdr_lightning.decomposition.layers.attention import opened
 from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer
 from ctdr_lightning.decomposition.layers.surgery import factorize, replace_everywhere
+from ctdr_lightning.decomposition.layers.tied import follow_owners
 from ctdr_lightning.decomposition.methods import METHODS
 from ctdr_lightning.decomposition.report import LayerReport, Report
 from ctdr_lightning.decomposition.shapes.layer_kinds import weight_of
@@ -92,29 +94,32 @@ def decompose(
     SOLVERS[solver]
     n_before = _n_parameters(model)
     costs = CostModel(optimizer, recompute, measure)
-    layers = find_layers(model, None if choices is not None else select)
-    if example_input is not None:
-        layers = with_shapes(model, layers, example_input)
-    elif input_shapes is not None:
-        layers = with_given_shapes(layers, input_shapes)
-    if data is not None:
-        layers = with_whitening(model, layers, data, n_batches)
-    if choices is not None:
-        given = choices if isinstance(choices, Choices) else Choices.from_dict(choices)
-        chosen = checked(given, layers)
-    else:
-        names = [layer.name for layer in layers]
-        request = Request.read(names, rank, method, allocate, multiple, costs, progress)
-        _check_known(allocate, layers)
-        chosen = propose(layers, request)
-    carried_out = each(
-        lambda layer: _carry_out(layer, chosen.layers[layer.name], solver, costs),
-        layers,
-        "factorize",
-        progress=progress,
-        parallel=on_processor(layers),
-    )
-    replace_everywhere(model, {layer.module: new for layer, (new, _) in zip(layers, carried_out, strict=True)})
+    with opened(model):
+        layers = find_layers(model, None if choices is not None else select)
+        if example_input is not None:
+            layers = with_shapes(model, layers, example_input)
+        elif input_shapes is not None:
+            layers = with_given_shapes(layers, input_shapes)
+        if data is not None:
+            layers = with_whitening(model, layers, data, n_batches)
+        if choices is not None:
+            given = choices if isinstance(choices, Choices) else Choices.from_dict(choices)
+            chosen = checked(given, layers)
+        else:
+            names = [layer.name for layer in layers]
+            request = Request.read(names, rank, method, allocate, multiple, costs, progress)
+            _check_known(allocate, layers)
+            chosen = propose(layers, request)
+        carried_out = each(
+            lambda layer: _carry_out(layer, chosen.layers[layer.name], solver, costs),
+            layers,
+            "factorize",
+            progress=progress,
+            parallel=on_processor(layers),
+        )
+        pairs = zip(layers, carried_out, strict=True)
+        swaps = {layer.module: new for layer, (new, _) in pairs if new is not layer.module}
+        replace_everywhere(model, swaps | follow_owners(model, swaps))
     return Report(tuple(row for _, row in carried_out), n_before, _n_parameters(model))
 
 
@@ -155,10 +160,11 @@ def _row(layer: Layer, new: nn.Module, reason: str, net_bytes: int | None) -> La
 
 
 def _n_dense(layer: Layer) -> int:
-    if layer.geometry is None:
+    if layer.geometry is None and not layer.owner:
         return _n_parameters(layer.module)
     bias = getattr(layer.module, "bias", None)
-    return layer.geometry.n_weights + (0 if bias is None else bias.numel())
+    n_weights = layer.geometry.n_weights if layer.geometry else 0  # a shared weight counts where it is owned
+    return n_weights + (0 if bias is None else bias.numel())
 
 
 def _flops(layer: Layer, factorized: FactorizedLayer | None) -> tuple[int, int]:

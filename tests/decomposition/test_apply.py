@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ctdr_lightning import decompose, merge
+from ctdr_lightning import decompose, merge, restore
 from ctdr_lightning.basics.errors import ConfigError
 from tests.decomposition.cases import decay_
 
@@ -145,15 +145,69 @@ def test_shared_module_is_decomposed_once_and_stays_shared():
     assert net[0].ranks == (8,)
 
 
-def test_tied_weights_stay_tied():
+def tied_net():
     net = nn.ModuleDict(
-        {"embed": nn.Embedding(50, 16), "body": nn.Linear(16, 16), "head": nn.Linear(16, 50, bias=False)}
+        {
+            "embed": nn.Embedding(50, 16),
+            "body": nn.Linear(16, 16),
+            "head": nn.Linear(16, 50),
+            "table": nn.Embedding(50, 16),
+        }
     )
-    net["head"].weight = net["embed"].weight
+    net["head"].weight = net["table"].weight = net["embed"].weight
+    return net
+
+
+def run_tied(net, words):
+    return net["head"](torch.relu(net["body"](net["embed"](words) + net["table"](words))))
+
+
+def test_tied_weights_are_factorized_once_and_stay_tied():
+    net, words = tied_net(), torch.randint(0, 50, (4, 6))
+    n_before = sum(p.numel() for p in net.parameters())
     report = decompose(net, rank=0.5)
-    assert net["head"].weight is net["embed"].weight
-    assert [row.decision for row in report] == ["dense", "factorized", "dense"]
+    assert [row.decision for row in report] == ["factorized", "factorized", "dense", "dense"]
+    assert "tied to embed" in report.layers[2].reason
+    assert sum(row.parameters_before for row in report) == n_before
+    assert sum(p.numel() for p in net.parameters()) < 0.6 * n_before
+    run_tied(net, words).square().sum().backward()
+    assert decompose(net, rank=0.5).layers[0].reason.startswith("already factorized")
+    before = run_tied(net, words)
+    copied = restore(tied_net(), net.state_dict())
+    torch.testing.assert_close(run_tied(copied, words), before)
+    assert copied["head"].owner is copied["embed"]
+    merge(net)
+    assert net["head"].weight is net["table"].weight is net["embed"].weight
+    torch.testing.assert_close(run_tied(net, words), before, rtol=1e-4, atol=1e-5)
+
+
+def test_a_tied_group_with_one_that_may_not_be_factorized_stays_dense():
+    net = tied_net()
+    net["table"].max_norm = 1.0
+    report = decompose(net, rank=0.5)
+    assert [row.decision for row in report] == ["dense", "factorized", "dense", "dense"]
     assert "tied" in report.layers[0].reason
+
+
+def test_attention_is_decomposed_projection_by_projection():
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True), 2)
+    x = torch.randn(3, 5, 32)
+    n_before = sum(p.numel() for p in encoder.parameters())
+    untouched = encoder.layers[0].self_attn
+    decompose(encoder, rank=0.5, select="*.linear1")
+    assert encoder.layers[0].self_attn is untouched
+    report = decompose(encoder, rank=0.25)
+    assert {name.split(".")[-1] for name in (row.name for row in report)} >= {"q_proj", "k_proj", "v_proj", "out_proj"}
+    assert sum(p.numel() for p in encoder.parameters()) < 0.4 * n_before
+    before = encoder(x)
+    plain = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True), 2)
+    torch.testing.assert_close(restore(plain, encoder.state_dict())(x), before)
+    encoder.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(encoder(x), before, rtol=1e-4, atol=1e-5)
+    merge(encoder)
+    assert type(encoder.layers[0].self_attn) is nn.MultiheadAttention
+    torch.testing.assert_close(encoder(x), before, rtol=1e-4, atol=1e-5)
 
 
 def test_frozen_stays_frozen_and_the_bias_is_the_same_parameter():

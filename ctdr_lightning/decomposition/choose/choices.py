@@ -10,6 +10,7 @@ from typing import Any
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.decomposition.choose.rank import explicit
 from ctdr_lightning.decomposition.choose.select import Layer
+from ctdr_lightning.decomposition.layers.tied import TIED_METHOD
 from ctdr_lightning.decomposition.methods import METHODS, Candidate, Ranks
 
 CHOICES_VERSION = 1
@@ -132,6 +133,9 @@ def _checked(layer: Layer, choice: LayerChoice) -> LayerChoice:
     if choice.method is None:
         return choice
     module = layer.module
+    if layer.twins and choice.method != TIED_METHOD:
+        problem = f"choices: layer {layer.name!r} is tied to {', '.join(layer.twins)}, found method {choice.method!r}."
+        raise ConfigError(problem, f"Tied layers run one pair of factors: write {TIED_METHOD!r}.")
     if layer.refusal:
         if getattr(module, "method", None) == choice.method and module.ranks == choice.ranks:
             return LayerChoice(reason=layer.refusal)

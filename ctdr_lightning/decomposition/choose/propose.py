@@ -13,6 +13,7 @@ from ctdr_lightning.decomposition.choose.choices import Choices, LayerChoice
 from ctdr_lightning.decomposition.choose.costs import CostModel, check_pays
 from ctdr_lightning.decomposition.choose.rank import RankLike, RankSpec, explicit, ranked
 from ctdr_lightning.decomposition.choose.select import Layer, check_finite, on_processor
+from ctdr_lightning.decomposition.layers.tied import TIED_METHOD
 from ctdr_lightning.decomposition.methods import METHODS, Candidate, KeepDenseError, Method, method_for
 from ctdr_lightning.decomposition.shapes.geometry import Geometry
 
@@ -67,6 +68,8 @@ class Request:
     def methods_for(self, layer: Layer) -> list[Method]:
         """The methods that may be used on a layer, the natural one first."""
         assert layer.geometry is not None
+        if layer.twins:
+            return candidates((TIED_METHOD,), layer.geometry)
         return candidates(patterns.lookup(self.methods, layer.name, "method") or ("auto",), layer.geometry)
 
 

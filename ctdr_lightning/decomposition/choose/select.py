@@ -15,6 +15,7 @@ from ctdr_lightning.decomposition.algorithms.linalg import working
 from ctdr_lightning.decomposition.choose import patterns
 from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer
 from ctdr_lightning.decomposition.layers.surgery import walk, weigh_inputs
+from ctdr_lightning.decomposition.layers.tied import tied_groups
 from ctdr_lightning.decomposition.shapes.geometry import Geometry
 from ctdr_lightning.decomposition.shapes.layer_kinds import KINDS, kind_of, weight_of
 
@@ -31,6 +32,8 @@ class Layer:
         refusal: Why it must stay as it is; empty when it may be decomposed.
         calls: Input shapes of one step's calls; None where nobody looked.
         whitening: Cholesky factor (groups, in, in) of the input channels' second moments, where data was given.
+        twins: Names of the layers whose weight is the same tensor; they will run this layer's factors.
+        owner: Name of the layer whose weight it shares; empty where the weight is its own.
     """
 
     name: str
@@ -40,6 +43,8 @@ class Layer:
     refusal: str = ""
     calls: tuple[tuple[int, ...], ...] | None = None
     whitening: Tensor | None = None
+    twins: tuple[str, ...] = ()
+    owner: str = ""
 
     @property
     def weight(self) -> Tensor:
@@ -70,8 +75,8 @@ def find_layers(model: nn.Module, select: str | Sequence[str] | None = None) -> 
             f"model is itself a {type(model).__name__}: it cannot be replaced in place.",
             "Wrap it: nn.Sequential(model).",
         )
-    owners = _owners(model)
-    layers = [layer for name, module in walk(model) if (layer := _read(name, module, owners)) is not None]
+    ties = _ties(model)
+    layers = [layer for name, module in walk(model) if (layer := _read(name, module, ties)) is not None]
     if not layers:
         raise ConfigError(
             f"model {type(model).__name__} has nothing to decompose.", f"Layers that can be: {', '.join(KINDS)}."
@@ -95,16 +100,34 @@ def _narrow(layers: list[Layer], select: str | Sequence[str] | None) -> list[Lay
     return chosen
 
 
-def _owners(model: nn.Module) -> dict[int, list[str]]:
-    """Names under which each parameter stands; one module reached by two paths counts once."""
+@dataclass(frozen=True)
+class _Ties:
+    """Which weights stand in a model more than once.
+
+    Args:
+        owners: Names under which each parameter stands, by its identity; one module reached by two paths counts once.
+        groups: For each layer of a group that can run one pair of factors the group's names, the owner's first.
+    """
+
+    owners: dict[int, list[str]]
+    groups: dict[nn.Module, tuple[str, ...]]
+
+
+def _ties(model: nn.Module) -> _Ties:
     owners: dict[int, list[str]] = defaultdict(list)
     for name, module in model.named_modules():
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             owners[id(parameter)].append(f"{name}.{key}" if name else key)
-    return owners
+    groups = {
+        module: tuple(name for name, _ in group)
+        for group in tied_groups(model)
+        if not any(_refuse(layer) for _, layer in group)
+        for _, module in group
+    }
+    return _Ties(owners, groups)
 
 
-def _read(name: str, module: nn.Module, owners: dict[int, list[str]]) -> Layer | None:
+def _read(name: str, module: nn.Module, ties: _Ties) -> Layer | None:
     if isinstance(module, FactorizedLayer):
         kind = module.dense_class.__name__
         return Layer(name, kind, module, module.geometry, f"already factorized by {module.method}")
@@ -114,8 +137,12 @@ def _read(name: str, module: nn.Module, owners: dict[int, list[str]]) -> Layer |
     registered = kind_of(module)
     if registered is None:
         return None
-    refusal = _refuse(module, owners)
-    return Layer(name, type(module).__name__, module, None if refusal else KINDS[registered].geometry(module), refusal)
+    refusal = _refuse(module) or _refuse_tied(name, module, ties)
+    first, *others = ties.groups.get(module, ("",))
+    if refusal:
+        return Layer(name, type(module).__name__, module, None, refusal, owner=first)
+    geometry = KINDS[registered].geometry(module)
+    return Layer(name, type(module).__name__, module, geometry, twins=tuple(others))
 
 
 def _refused_class(module: nn.Module) -> str:
@@ -129,7 +156,7 @@ def _refused_class(module: nn.Module) -> str:
     return ""
 
 
-def _refuse(module: nn.Module, owners: dict[int, list[str]]) -> str:
+def _refuse(module: nn.Module) -> str:
     if "weight" not in module._parameters:
         return "parametrized: its weight is computed from other parameters"
     weight = weight_of(module)
@@ -137,13 +164,18 @@ def _refuse(module: nn.Module, owners: dict[int, list[str]]) -> str:
         return f"its weight is a {type(weight.data).__name__}: decompose before sharding or quantising"
     if weight.is_complex() or not weight.is_floating_point():
         return f"its weight is {weight.dtype}".replace("torch.", "")
-    if len(owners[id(weight)]) > 1:
-        return f"tied: {' and '.join(owners[id(weight)])} are one tensor"
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
     if getattr(module, "max_norm", None) is not None:
         return "max_norm renormalises rows of the dense table"
     return ""
+
+
+def _refuse_tied(name: str, module: nn.Module, ties: _Ties) -> str:
+    group, places = ties.groups.get(module, ()), ties.owners[id(weight_of(module))]
+    if group:
+        return "" if group[0] == name else f"tied to {group[0]}, whose factors it runs"
+    return f"tied: {' and '.join(places)} are one tensor" if len(places) > 1 else ""
 
 
 def on_processor(layers: Sequence[Layer]) -> bool:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer
 from ctdr_lightning.decomposition.shapes.layer_kinds import KINDS, kind_of, weight_of
 
-METHOD = "svd"  # two factors of one matrix: what a linear layer and an embedding can both run
+TIED_METHOD = "svd"  # two factors of one matrix: what a linear layer and an embedding can both run
 _SHAREABLE = ("linear", "embedding")
 _OWN = set(vars(nn.Module()))
 

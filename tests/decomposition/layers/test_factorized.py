@@ -57,7 +57,7 @@ def test_transformer_encoder(mode):
     layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2)
     model.train(mode == "train")
-    assert len(decompose(model, rank=6).factorized) == 6
+    assert len(decompose(model, rank=6).factorized) == 12
     merged, tokens = merge(copy.deepcopy(model)), torch.randn(2, 5, 32)
     with torch.set_grad_enabled(mode != "fast path"):
         found, expected = model(tokens), merged(tokens)
