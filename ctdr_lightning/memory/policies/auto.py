@@ -1,33 +1,35 @@
-"""The default: the best plan found at tensor granularity, by any policy or by local search from there.
+"""The default: the best plan at tensor granularity, near its lower bound, by rounding and local search.
 
-No paper. A search over single values (kept, recomputed once, recomputed at each use; unsaved values such as residual
-sums held as cheap checkpoints) builds the frontier of bytes against seconds, once for a trace; every budget is answered
-from it. The plan of every other policy for the budget is looked at as well, so that none is better; but not that of
-``checkmate``, whose solver stops by the clock, and which it comes within a percent of. How long it thinks
-is counted in work, not in seconds, so that the same trace gives the same plan everywhere; the clock only stops what
-takes far too long. Complexity: about linear in the values, times the size of the groups that they form.
+No paper. The relaxation behind the lower bound is rounded to a plan, which local search over single values (kept,
+recomputed once, recomputed at each use; unsaved values such as residual sums held as cheap checkpoints) repairs and
+fills; then it goes on from every other policy's plan, and by random changes, until the gap to the bound is closed to a
+quarter of a percent or an allowance of work is spent. Every other policy's plan is also looked at as it is, so that
+none is better; except those whose solver stops by the clock. The allowance is counted in work, not in seconds, so that
+the same trace gives the same plan everywhere; the clock only stops a search that takes far too long.
+
+Complexity: a linear program of two variables a value, then about linear in the values times the size of their groups.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 from ctdr_lightning.basics.errors import CTDRError
-from ctdr_lightning.basics.remembered import Remembered
 from ctdr_lightning.memory.plans.actions import Actions
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
-from ctdr_lightning.memory.search.frontier import Frontier, Point
+from ctdr_lightning.memory.search.fastest import Fastest, smallest_within
 from ctdr_lightning.memory.search.local_search import Search
 from ctdr_lightning.memory.simulator.simulator import Simulator
 from ctdr_lightning.memory.traces.trace import Trace
 
 TOO_SLOW = {"auto", "checkmate"}
-STARTER, START_SHARES = "capuchin", (0.75, 0.55, 0.4)
 USUAL_TIME_LIMIT_S = 5.0
-_FRONTIERS: Remembered[Frontier] = Remembered()
+# Work for the usual time limit: what a net of some hundred ops needs until its gap stays, and more for larger ones.
+WORK_AT_LEAST, WORK_PER_OP = 400_000, 200
+# The safety stop: so many ops may take as long again as the usual time limit.
+OPS_PER_TIME_LIMIT = 2_000
 
 
 @POLICIES.register("auto")
@@ -39,11 +41,16 @@ def auto(trace: Trace, budget: Budget) -> Actions:
     """
     if budget.seconds is None and budget.peak_bytes is None:
         return {}
-    frontier = frontier_of(trace, budget)
-    best = min(frontier, key=lambda p: _rank(p.peak_bytes, p.seconds, budget))
-    actions: Actions = frontier.actions(best)
+    search = _search(trace, budget)
+    others = list(_plans_of_others(trace, budget))
+    if budget.seconds is not None:
+        best = smallest_within(trace, search, budget.seconds)
+    else:
+        assert budget.peak_bytes is not None
+        best = Fastest(trace, search, budget.peak_bytes).run(others)
+    actions: Actions = search.frontier.actions(best)
     least = _rank(best.peak_bytes, best.seconds, budget)
-    for other in _plans_of_others(trace, budget):
+    for other in others:
         simulator = Simulator(trace, other)
         rank = _rank(simulator.peak_bytes, simulator.seconds, budget)
         if rank < least:
@@ -51,38 +58,11 @@ def auto(trace: Trace, budget: Budget) -> Actions:
     return actions
 
 
-def frontier_of(trace: Trace, budget: Budget) -> Frontier:
-    """The frontier of a trace: searched once, then remembered as long as the trace lives.
-
-    Where its least plan is not small enough a copy is deepened, so that no answer depends on what was asked before.
-    """
+def _search(trace: Trace, budget: Budget) -> Search:
     patience = budget.time_limit_s / USUAL_TIME_LIMIT_S
-    stop_s = time.thread_time() + budget.time_limit_s
-
-    def search(known: Frontier | None = None) -> Search:
-        return Search(trace, budget.seed, patience, lambda: time.thread_time() > stop_s, known)
-
-    def first() -> Frontier:
-        return search().run(_starts(trace, budget))
-
-    def enough(point: Point) -> bool:
-        if budget.seconds is not None:
-            return point.seconds > budget.seconds
-        return budget.peak_bytes is None or point.peak_bytes <= budget.peak_bytes
-
-    frontier = _FRONTIERS.get(trace, (budget.seed, patience), first)
-    if enough(frontier.least):
-        return frontier
-    limits = (budget.seed, patience, budget.peak_bytes, budget.seconds)
-    return _FRONTIERS.get(trace, limits, lambda: search(frontier.copy()).deepen(enough))
-
-
-def _starts(trace: Trace, budget: Budget) -> Iterator[Actions]:
-    """Plans of a fast policy at a few peaks, the same for every budget."""
-    plain = Simulator(trace).peak_bytes - trace.resident_bytes
-    for share in START_SHARES:
-        limits = replace(budget, peak_bytes=trace.resident_bytes + int(plain * share), seconds=None)
-        yield from _asked(STARTER, trace, limits)
+    allowance = patience * max(WORK_AT_LEAST, WORK_PER_OP * len(trace.ops))
+    stop_s = time.thread_time() + budget.time_limit_s * (1 + len(trace.ops) / OPS_PER_TIME_LIMIT)
+    return Search(trace, budget.seed, allowance, lambda: time.thread_time() > stop_s)
 
 
 def _plans_of_others(trace: Trace, budget: Budget) -> Iterator[Actions]:

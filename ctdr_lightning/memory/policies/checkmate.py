@@ -19,16 +19,16 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
 
 from ctdr_lightning.memory.bounds.staged_program import StagedProgram, choose_ticks, lives_of
-from ctdr_lightning.memory.plans.actions import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action, Actions
+from ctdr_lightning.memory.plans.actions import RECOMPUTE, Action, Actions
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.best_candidate import choose
+from ctdr_lightning.memory.search.rounding import rounded
 from ctdr_lightning.memory.simulator.simulator import Simulator
 from ctdr_lightning.memory.traces.trace import Trace
 
@@ -88,9 +88,9 @@ def _plans(trace: Trace, plain: np.ndarray, peak_bytes: int, stop_s: float) -> I
 def _solutions(staged: StagedProgram, whole: bool, stop_s: float) -> list[dict[int, Action]]:
     if whole:
         solution = staged.program.solve(stop_s - time.perf_counter(), GAP)
-        return [] if solution is None else [_actions(staged, solution.values, 0.5)]
+        return [] if solution is None else [rounded(staged, solution.values, 0.5)]
     solution = staged.program.relax()
-    return [] if solution is None else [_actions(staged, solution.values, t) for t in THRESHOLDS]
+    return [] if solution is None else [rounded(staged, solution.values, t) for t in THRESHOLDS]
 
 
 def _tighten(trace: Trace, margins: dict[int, int], live: np.ndarray, peak_bytes: int) -> None:
@@ -104,24 +104,3 @@ def _tighten(trace: Trace, margins: dict[int, int], live: np.ndarray, peak_bytes
         margins.update({tick: margin + lower for tick, margin in margins.items()})
     else:
         margins[worst] = margins[worst] + excess if worst in margins else 0
-
-
-def _actions(staged: StagedProgram, numbers: np.ndarray, threshold: float) -> dict[int, Action]:
-    """What the tape is to do so that the values of a solution are held and its ops run again."""
-    trace = staged.trace
-    held = {key for key, variable in staged.present.items() if numbers[variable] > threshold}
-    again = Counter(op for (_, op), variable in staged.runs.items() if numbers[variable] > 1 - threshold)
-    readers = Counter(source for op in again for source in set(trace.ops[op].inputs))
-    stages: dict[int, list[int]] = {v: [] for op in again for v in trace.ops[op].outputs if v >= 0}
-    for stage, value in sorted(staged.present):
-        stages.setdefault(value, []).append(stage)
-    actions: dict[int, Action] = {}
-    for value, where in stages.items():
-        runs = again[trace.values[value].op]
-        if not runs and where and (where[0], value) in held:
-            actions[value] = KEEP
-        elif trace.values[value].saves and where:
-            actions[value] = RECOMPUTE_EACH if runs > 1 else RECOMPUTE
-        elif runs == 1 and (readers[value] > 1 or any((stage, value) in held for stage in where)):
-            actions[value] = RECOMPUTE
-    return actions

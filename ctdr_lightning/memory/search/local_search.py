@@ -1,152 +1,149 @@
-"""Local search over plans: down to a peak by the cheapest drops, up again by the most rewarding returns.
+"""Local search over plans at one budget: down to a peak by the cheapest drops, up again by the most rewarding returns.
 
-Going down, the move that costs the fewest seconds for the bytes that it takes out of the ticks above the wanted peak is
-made, and everything near it is judged again. Going up, the move that saves the most seconds for the bytes that it adds
-to the crowded ticks is made, as long as the peak stays. Neither alone is good; going down further than wanted and up
-again, over and over, at every peak and from the best plan known there, comes close to the optimum. Every plan that is
-passed enters the frontier, so that the search is the same for every budget.
+Going down, the search makes the move that costs the fewest seconds for the bytes that it takes out of the ticks above
+the wanted peak, and judges everything near it again. Going up, it makes the move that saves the most seconds for the
+bytes that it adds to the crowded ticks, as long as the peak stays. ``polish`` does one after the other; it repairs a
+plan that does not fit and fills one that leaves bytes unused. ``improve`` changes a few neighbouring values at random
+and polishes again, over and over. Every plan that is passed enters the frontier.
+
+Work is counted in values looked at and ops run again, not in seconds, so that a trace gives the same plan everywhere.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 
-from ctdr_lightning.memory.plans.actions import RECOMPUTE_EACH, Actions
+from ctdr_lightning.memory.plans.actions import Actions
 from ctdr_lightning.memory.search.frontier import CHOICES, Frontier, Point
 from ctdr_lightning.memory.search.moves import Moves
 from ctdr_lightning.memory.simulator.simulator import Simulator, Trial
 from ctdr_lightning.memory.traces.trace import Trace
 
-RUNG = 0.97
-STRIDE = 0.98
+# By how much of the asked bytes a random change is followed down further than asked, before it goes up again. Depths of
+# 0 alone stall on nets of equal blocks: there a move fits only after a larger one nearby was taken back.
 DEPTHS = (0.0, 0.02, 0.05, 0.1, 0.15)
+# Going up, bytes at ticks above this share of the limit count as scarce. 0.85 was as good as 0.9 and better than 0.7
+# and 1.0: the ticks right under the limit are those that fill up next.
 CROWDED = 0.85
-PATIENCE = 48
-PLUNGE = 6
-FIRST_SHARE = 0.4
-KICKS = 40
-IN_VAIN = 15
-CALM_SWEEPS = 2
-WORK_AT_LEAST, WORK_PER_ITEM = 350_000, 1_200
+# Going down, how many of the cheapest moves are simulated again before one is made. Estimates age as moves are made
+# around them; with 48 the best of them is nearly always among them, 12 cost a tenth of the plans' gap.
+MOVES_EXAMINED = 48
+# How many moves that help at the peak but hurt elsewhere are made in a row where no single move helps.
+PLUNGE_MOVES = 6
+# Below its least peak the search asks for 3 % less at a time: smaller steps take longer, larger ones are missed.
+LOWER_PEAK_BY = 0.97
+# So many random changes in a row may leave the least peak as it is before the search gives up.
+FRUITLESS_KICKS = 40
+# So many in a row, and one an item, may leave the time at the asked peak as it is. RN18 at half its peak found
+# nothing in 900 more.
+FRUITLESS_TRIES = 40
 _NOTHING_S = 1e-12
-_EACH = CHOICES.index(RECOMPUTE_EACH)
 
 
 class Search:
-    """A search for the frontier of one trace.
+    """A search for the best plans of one trace.
 
     Args:
         trace: The step.
-        seed: Seed of the kicks.
-        patience: How much more than usual may be searched.
-        expired: Tells when to stop early; it should not, as the result then depends on the machine.
-        frontier: What an earlier search of the same trace has found, to go on from.
+        seed: Seed of the random changes.
+        allowance: Work that may be done; see ``work``.
+        expired: Safety stop. When it fires, the result depends on the machine's speed.
 
     Attributes:
         frontier: The best plans so far.
+
+    Example:
+        ``search = Search(trace); search.polish({}, limit); search.frontier.at(limit)``
     """
 
     def __init__(
         self,
         trace: Trace,
         seed: int = 0,
-        patience: float = 1.0,
+        allowance: float = 300_000,
         expired: Callable[[], bool] = lambda: False,
-        frontier: Frontier | None = None,
     ) -> None:
         self._simulator = Simulator(trace)
         self._moves = Moves(self._simulator)
-        self._floor = trace.resident_bytes
-        self._plain = self._simulator.peak_bytes
+        self._resident_bytes = trace.resident_bytes
         self._random = random.Random(seed)
         self._expired = expired
-        self._work = int(max(WORK_AT_LEAST, WORK_PER_ITEM * len(self._moves.items)) * patience)
-        self._stop_work = self._work
-        self.frontier = frontier or Frontier(self._moves.items, self._moves.default)
-        self._n_found = 0
+        self._allowance = allowance
+        self._stop_work = allowance
+        self.plain_bytes = self._simulator.bytes_at().copy()
+        self.frontier = Frontier(self._moves.items, self._moves.default)
         self._note()
 
-    def run(self, starts: Iterable[Actions] = ()) -> Frontier:
-        """Search until the work that the trace's size allows is done.
+    @property
+    def work(self) -> int:
+        """How much was simulated so far; a measure of time that is the same on every machine."""
+        return self._simulator.work
+
+    def allow(self, share: float) -> None:
+        """Let the steps to come use a share of the allowance, counted from the search's beginning."""
+        self._stop_work = self._allowance * share
+
+    def done(self) -> bool:
+        """Whether the allowed work is done."""
+        return self.work >= self._stop_work or self._expired()
+
+    def polish(self, actions: Actions, limit_bytes: int) -> bool:
+        """Bring a plan under a limit, then save time under it. Returns whether it fits.
 
         Args:
-            starts: Plans of other policies to improve on.
+            actions: The plan to start from; it is entered into the frontier as it is, too.
+            limit_bytes: Largest peak, weights included.
         """
-        self._allow(FIRST_SHARE)
-        lowest = self._sweep_down(self._plain)
-        self._allow(1.0)
-        for start in starts:
-            self._improve(self._moves.state_of(start))
-        if len(self._moves.items) ** 3 < 4 * self._work:  # replays of a whole net for each value are slow to simulate
-            self._improve(bytes(_EACH for _ in self._moves.items))
-        self._sweep_up(lowest)
-        sweeps = in_vain = 0
-        while not self._done() and in_vain < IN_VAIN:
-            n_found = self._n_found
-            self._oscillate(kicks=sweeps >= CALM_SWEEPS)
-            sweeps += 1
-            in_vain = in_vain + 1 if self._n_found == n_found else 0
-        return self.frontier
+        self._moves.load(self._moves.state_of(actions))
+        self._note()
+        return self._settle(limit_bytes, limit_bytes)
 
-    def deepen(self, enough: Callable[[Point], bool]) -> Frontier:
+    def improve(self, limit_bytes: int, enough: Callable[[], bool]) -> None:
+        """Change the best plan under a limit at random and polish it, until it is good enough or the work is done."""
+        in_vain, before = 0, float("inf")
+        while not self.done() and not enough() and (best := self.frontier.at(limit_bytes)) is not None:
+            in_vain = in_vain + 1 if best.seconds >= before else 0
+            if in_vain > FRUITLESS_TRIES + len(self._moves.items):
+                return
+            before = best.seconds
+            self._moves.load(best.state)
+            self._kick()
+            self._settle(self._scaled(limit_bytes, 1 - self._random.choice(DEPTHS)), limit_bytes)
+
+    def deepen(self, enough: Callable[[Point], bool]) -> None:
         """Go on below the smallest peak so far until a plan is small enough, or the allowed work is done."""
         in_vain = 0
         self._moves.load(self.frontier.least.state)
-        while in_vain < KICKS and not enough(self.frontier.least) and not self._done():
-            if self._descend(self._scaled(self.frontier.least.peak_bytes, RUNG), plunge=True):
+        while in_vain < FRUITLESS_KICKS and not enough(self.frontier.least) and not self.done():
+            if self._descend(self._scaled(self.frontier.least.peak_bytes, LOWER_PEAK_BY)):
                 continue
             in_vain += 1
             self._moves.load(self.frontier.least.state)
             self._kick()
-        return self.frontier
 
-    def _improve(self, state: bytes) -> None:
-        self._moves.load(state)
-        self._note()
-        self._ascend(self._simulator.peak_bytes)
-
-    def _allow(self, share: float) -> None:
-        self._stop_work = int(self._work * share)
-
-    def _done(self) -> bool:
-        return self._simulator.work >= self._stop_work or self._expired()
+    def _settle(self, depth_bytes: int, limit_bytes: int) -> bool:
+        self._descend(depth_bytes)
+        if self._simulator.peak_bytes > limit_bytes:
+            return False
+        self._ascend(limit_bytes)
+        return True
 
     def _note(self) -> None:
         simulator, state = self._simulator, self._moves.state
-        self._n_found += self.frontier.add(simulator.peak_bytes, simulator.seconds, lambda: bytes(state))
+        self.frontier.add(simulator.peak_bytes, simulator.seconds, lambda: bytes(state))
 
     def _scaled(self, peak_bytes: int, factor: float) -> int:
         """A peak whose share above the weights is scaled."""
-        return self._floor + int((peak_bytes - self._floor) * factor)
-
-    def _sweep_down(self, limit: int) -> int:
-        while self._descend(limit, plunge=True):
-            limit = self._scaled(limit, RUNG)
-        return limit
-
-    def _sweep_up(self, limit: int) -> None:
-        best = self.frontier.at(limit) or self.frontier.least
-        self._moves.load(best.state)
-        while limit < self._plain and not self._done():
-            limit = max(self._scaled(limit, 1 / RUNG), limit + 1)
-            self._ascend(limit)
-
-    def _oscillate(self, *, kicks: bool) -> None:
-        limit = self._scaled(self._plain, self._random.uniform(0.93, 0.99))
-        while not self._done() and (best := self.frontier.at(limit)) is not None:
-            self._moves.load(best.state)
-            if kicks:
-                self._kick()
-            self._descend(self._scaled(limit, 1 - self._random.choice(DEPTHS)))
-            self._ascend(limit)
-            limit = min(self._scaled(limit, STRIDE), limit - 1)
+        return self._resident_bytes + int((peak_bytes - self._resident_bytes) * factor)
 
     def _kick(self) -> None:
         """Change up to three neighbouring items at random."""
         moves, choose = self._moves, self._random
+        if not moves.items:
+            return
         state, centre, width = bytearray(moves.state), choose.randrange(len(moves.items)), choose.choice((2, 3, 5, 8))
         for _ in range(choose.choice((1, 2, 3))):
             item = min(max(centre + choose.randint(-width, width), 0), len(state) - 1)
@@ -160,13 +157,13 @@ class Search:
         self._note()
         return changed
 
-    def _descend(self, limit: int, *, plunge: bool = False) -> bool:
+    def _descend(self, limit: int) -> bool:
         """Drop until the peak is within ``limit``. Returns whether that was reached."""
-        while self._simulator.peak_bytes > limit and not self._done():
+        while self._simulator.peak_bytes > limit and not self.done():
             move = self._cheapest(limit)
             if move is not None:
                 self._make(move)
-            elif not (plunge and self._plunge(limit)):
+            elif not self._plunge(limit):
                 return False
         return self._simulator.peak_bytes <= limit
 
@@ -177,7 +174,7 @@ class Search:
         """
         before, peak = bytes(self._moves.state), self._simulator.peak_bytes
         tabu = np.zeros(len(self._moves.seconds), dtype=bool)
-        for _ in range(PLUNGE):
+        for _ in range(PLUNGE_MOVES):
             move = self._least_harmful(limit, tabu)
             if move is None:
                 break
@@ -191,7 +188,7 @@ class Search:
     def _least_harmful(self, limit: int, tabu: np.ndarray) -> int | None:
         moves, live = self._moves, self._simulator.bytes_at()
         gain = np.where(moves.usable & ~tabu, -moves.weigh(live > limit), 0)
-        found = [int(m) for m in np.argsort(-gain, kind="stable")[:PATIENCE] if gain[m] > 0]
+        found = [int(m) for m in np.argsort(-gain, kind="stable")[:MOVES_EXAMINED] if gain[m] > 0]
         return max(found, key=lambda m: _excess_taken(moves.look(m), live, limit), default=None)
 
     def _cheapest(self, limit: int) -> int | None:
@@ -201,7 +198,7 @@ class Search:
         useful = moves.usable & (gain > 0)
         prices = np.where(useful, _price(moves.seconds, np.maximum(gain, 1)), np.inf)
         best, best_price = None, np.inf
-        for _ in range(PATIENCE):
+        for _ in range(min(MOVES_EXAMINED, len(prices))):
             move = int(prices.argmin())
             if prices[move] == np.inf or best_price <= 1.1 * prices[move]:
                 break
@@ -216,7 +213,7 @@ class Search:
         """Save time as long as the peak stays within ``limit``."""
         moves = self._moves
         blocked = np.zeros(len(moves.seconds), dtype=bool)
-        while not self._done():
+        while len(blocked) and not self.done():
             live = self._simulator.bytes_at()
             load = moves.weigh(live > self._scaled(limit, CROWDED))
             reward = np.where(moves.usable & ~blocked, -moves.seconds / np.maximum(load, 1), 0.0)

@@ -21,12 +21,14 @@ class Effect:
         bumps: ``(tick, bytes)`` of each replay's own peak.
         needs: For each value outside the group that the replays read, the last tick at which one does.
         seconds: Time of all replays.
+        work: Members, and ops that were played; a measure of the time that finding the effect took.
     """
 
     intervals: list[tuple[int, int, int]]
     bumps: list[tuple[int, int]]
     needs: dict[int, int]
     seconds: float
+    work: int
 
 
 def effect_of(index: TraceIndex, stays: Sequence[int], members: Collection[int]) -> Effect:
@@ -47,7 +49,7 @@ def effect_of(index: TraceIndex, stays: Sequence[int], members: Collection[int])
         else:
             group.handles[value] -= 1
             group.unref([value], tick)
-    return Effect(group.intervals, group.bumps, group.needs, group.seconds)
+    return Effect(group.intervals, group.bumps, group.needs, group.seconds, group.work)
 
 
 class _Group:
@@ -71,6 +73,7 @@ class _Group:
         "refs",
         "seconds",
         "stays",
+        "work",
     )  # fmt: skip
 
     def __init__(self, index: TraceIndex, stays: Sequence[int], members: Collection[int]) -> None:
@@ -90,6 +93,7 @@ class _Group:
         self.intervals: list[tuple[int, int, int]] = []
         self.bumps: list[tuple[int, int]] = []
         self.seconds = 0.0
+        self.work = len(members)
 
     def unpack(self, value: int, tick: int, released: int) -> None:
         """Autograd asks for a member and keeps what it is given until ``released``."""
@@ -114,6 +118,7 @@ class _Group:
 
     def _replay(self, ops: list[int], target: int, tick: int) -> None:
         index = self.index
+        self.work += len(ops)
         uses = {target: 1}
         for op in ops:
             for source in index.sources[op]:

@@ -5,7 +5,7 @@ import pytest
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.memory import POLICIES, Budget, Trace, plan, simulate
 from ctdr_lightning.memory.bounds.lower_bound import lower_bound_seconds
-from ctdr_lightning.memory.policies.auto import auto, frontier_of
+from ctdr_lightning.memory.policies.auto import auto
 from tests.memory.graphs import GRAPHS, graph_trace
 from tests.memory.policies.test_conformance import CLOCKED, benched
 
@@ -40,16 +40,17 @@ def test_it_is_no_worse_than_any_other(name):
 
 
 @pytest.mark.parametrize("name", TRACES)
-def test_less_memory_never_takes_less_time(name):
+def test_less_memory_takes_no_less_time(name):
+    """Each budget is searched by itself, to a quarter of a percent of its bound."""
     trace = TRACES[name]()
     before = 0.0
-    for percent in range(100, 20, -3):
+    for percent in range(100, 20, -10):
         budget = at(trace, percent / 100)
         found = simulate(trace, auto(trace, Budget(peak_bytes=budget)))
         if found.peak_bytes > budget:
             break
-        assert found.seconds >= before
-        before = found.seconds
+        assert found.seconds >= before * (1 - 0.005)
+        before = max(before, found.seconds)
     assert before >= trace.seconds
 
 
@@ -93,13 +94,6 @@ def test_what_does_not_fit_gives_the_least_peak():
     with pytest.raises(InfeasibleBudgetError, match="least peak") as found:
         plan(trace, trace.resident_bytes + 1)
     assert found.value.least_peak_bytes == closest.peak_bytes
-
-
-def test_a_frontier_is_searched_once_and_forgotten_with_its_trace():
-    trace = Trace.from_json(benched("no chain")[2].to_json())
-    first = frontier_of(trace, Budget(peak_bytes=1 << 40))
-    assert frontier_of(trace, Budget(seconds=trace.seconds)) is first
-    assert frontier_of(trace, Budget(peak_bytes=1 << 40, seed=1)) is not first
 
 
 def test_a_third_party_policy_is_looked_at_too(monkeypatch):

@@ -5,9 +5,12 @@ from itertools import product
 import pytest
 
 from ctdr_lightning.memory import KEEP, RECOMPUTE, RECOMPUTE_EACH, Simulator, simulate
+from ctdr_lightning.memory.bounds.lower_bound import lower_bound_seconds
+from ctdr_lightning.memory.search.fastest import Fastest, smallest_within
 from ctdr_lightning.memory.search.frontier import CHOICES, Frontier
 from ctdr_lightning.memory.search.local_search import Search
 from ctdr_lightning.memory.search.moves import Moves
+from ctdr_lightning.memory.search.rounding import relaxed_plans
 from tests.memory.graphs import GRAPHS, Node, chain, dense_block, graph_trace, residual, u_net
 
 SMALL = {
@@ -31,58 +34,98 @@ def every_plan(trace):
 @pytest.mark.parametrize("nodes", SMALL.values(), ids=SMALL)
 def test_it_finds_the_best_plans_of_small_graphs(nodes):
     trace = graph_trace(nodes)
-    found = Search(trace).run()
     best = every_plan(trace)
-    assert found.least.peak_bytes == best.least.peak_bytes
     for point in best:
-        assert found.at(point.peak_bytes).seconds <= 1.03 * point.seconds
+        found = Fastest(trace, Search(trace), point.peak_bytes).run()
+        assert found.peak_bytes <= point.peak_bytes
+        assert found.seconds <= 1.03 * point.seconds
+    below = Fastest(trace, Search(trace), best.least.peak_bytes - 1).run()
+    assert below.peak_bytes == best.least.peak_bytes
 
 
 @pytest.mark.parametrize("nodes", GRAPHS.values(), ids=GRAPHS)
 def test_every_point_is_what_the_simulator_says(nodes):
     trace = graph_trace(nodes)
-    frontier = Search(trace).run()
-    for point in frontier:
-        timeline = simulate(trace, frontier.actions(point))
+    plain = simulate(trace)
+    search = Search(trace)
+    Fastest(trace, search, int(0.6 * plain.peak_bytes)).run()
+    for point in search.frontier:
+        timeline = simulate(trace, search.frontier.actions(point))
         assert (timeline.peak_bytes, pytest.approx(timeline.seconds)) == (point.peak_bytes, point.seconds)
-    assert frontier.at(simulate(trace).peak_bytes).seconds == trace.seconds
+    assert search.frontier.at(plain.peak_bytes).seconds == trace.seconds
 
 
-def test_the_same_seed_finds_the_same_and_more_patience_no_less():
+def searched(trace, limit_bytes, **options):
+    search = Search(trace, **options)
+    search.polish({}, limit_bytes)
+    search.improve(limit_bytes, lambda: False)
+    return search
+
+
+def test_the_same_seed_finds_the_same_and_more_work_no_less():
     trace = graph_trace(residual(6))
-    first, again = Search(trace, seed=3).run(), Search(trace, seed=3).run()
-    assert list(first) == list(again)
-    patient = Search(trace, seed=3, patience=2.0).run()
-    for point in first:
-        assert patient.at(point.peak_bytes).seconds <= point.seconds
+    limit = int(0.5 * simulate(trace).peak_bytes)
+    first, again = (searched(trace, limit, seed=3, allowance=20_000) for _ in range(2))
+    assert list(first.frontier) == list(again.frontier)
+    longer = searched(trace, limit, seed=3, allowance=40_000)
+    for point in first.frontier:
+        assert longer.frontier.at(point.peak_bytes).seconds <= point.seconds
 
 
 def test_it_stops_when_it_is_told_to():
     trace = graph_trace(residual(6))
-    frontier = Search(trace, expired=lambda: True).run()
-    assert frontier.at(simulate(trace).peak_bytes).seconds == trace.seconds
+    search = searched(trace, 1, expired=lambda: True)
+    assert [point.seconds for point in search.frontier] == [trace.seconds]
 
 
 def test_deepening_goes_below_what_was_found():
     trace = graph_trace(residual(12))
-    hasty = Search(trace, patience=0.002).run()
-    least = hasty.least.peak_bytes
-    deeper = Search(trace, frontier=hasty).deepen(lambda point: point.peak_bytes < least)
-    assert deeper is hasty
-    assert deeper.least.peak_bytes < least
+    search = Search(trace)
+    search.polish({}, int(0.8 * simulate(trace).peak_bytes))
+    least = search.frontier.least.peak_bytes
+    search.deepen(lambda point: point.peak_bytes < least)
+    assert search.frontier.least.peak_bytes < least
 
 
 def test_starts_are_no_worse_than_they_were():
     trace = graph_trace(residual(6))
     start = dict.fromkeys(trace.saved, RECOMPUTE)
-    frontier = Search(trace, patience=0.001).run([start])
     timeline = simulate(trace, start)
-    assert frontier.at(timeline.peak_bytes).seconds <= timeline.seconds
+    search = Search(trace)
+    assert search.polish(start, timeline.peak_bytes)
+    assert search.frontier.at(timeline.peak_bytes).seconds <= timeline.seconds
 
 
 def test_a_step_without_anything_to_drop():
     trace = graph_trace([Node((), 4, saved=False)])
-    assert [p.peak_bytes for p in Search(trace).run()] == [simulate(trace).peak_bytes]
+    point = Fastest(trace, Search(trace), 1).run()
+    assert point.peak_bytes == simulate(trace).peak_bytes
+
+
+@pytest.mark.parametrize("name", ["uniform chain", "residual"])
+def test_rounded_plans_are_near_the_bound_they_come_from(name):
+    """Some rounded plan fits within 15 % more bytes than asked, and none that fits beats the bound."""
+    trace = graph_trace(GRAPHS[name])
+    plain = Simulator(trace).bytes_at().copy()
+    limit = int(0.7 * plain.max())
+    bound = lower_bound_seconds(trace, limit)
+    peaks = []
+    for actions in relaxed_plans(trace, plain, limit, (0.0, 0.05, 0.1), (0.5, 0.2)):
+        timeline = simulate(trace, actions)
+        peaks.append(timeline.peak_bytes)
+        assert timeline.peak_bytes > limit or timeline.seconds >= bound * (1 - 1e-9)
+    assert min(peaks) <= 1.15 * limit
+
+
+def test_the_smallest_within_a_time_takes_no_longer():
+    trace = graph_trace(residual(8))
+    peaks = []
+    for slowdown in (1.0, 1.1, 1.2, 1.4):
+        point = smallest_within(trace, Search(trace), slowdown * trace.seconds)
+        assert point.seconds <= slowdown * trace.seconds
+        peaks.append(point.peak_bytes)
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[-1] < peaks[0]
 
 
 def test_moves_tell_what_they_do():
