@@ -39,6 +39,10 @@ class InfeasibleBudgetError(CTDRError, RuntimeError):
         self.least_peak_bytes = least_peak_bytes
 
 
+class OffloadError(CTDRError, RuntimeError):
+    """A tensor could not be moved away or brought back: a disk that is full, a limit that is reached."""
+
+
 def first_line(error: BaseException) -> str:
     """What another program's error says, in one line, with its kind where it says nothing.
 

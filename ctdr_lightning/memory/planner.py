@@ -14,6 +14,7 @@ from ctdr_lightning.memory.plans.actions import Actions
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.policies import POLICIES, Budget
 from ctdr_lightning.memory.search.infeasible import infeasible
+from ctdr_lightning.memory.simulator.schedule import scheduled
 from ctdr_lightning.memory.simulator.simulator import simulate
 from ctdr_lightning.memory.traces.trace import Trace
 
@@ -52,7 +53,9 @@ def plan(
     if limits.peak_bytes is not None and made.peak_bytes > limits.peak_bytes:
         raise _infeasible(trace, limits, name, made.peak_bytes, budget)
     limit = limits.peak_bytes if limits.peak_bytes is not None else made.peak_bytes
-    return replace(made, bound_seconds=lower_bound_seconds(trace, limit))
+    # The bound is on recomputation. A plan that puts values away can be faster; only the plain step bounds that.
+    bound_s = trace.seconds if made.away else lower_bound_seconds(trace, limit)
+    return replace(made, bound_seconds=bound_s)
 
 
 def _infeasible(trace: Trace, limits: Budget, policy: str, least_bytes: int, asked: Any) -> InfeasibleBudgetError:
@@ -75,4 +78,4 @@ def resolve_budget(budget: int | float | str | Budget | None, device: str) -> Bu
 def make_plan(trace: Trace, actions: Actions, policy: str, budget: Budget | None = None) -> Plan:
     """Write actions down as a plan, with what the simulator predicts of them."""
     limit = budget.peak_bytes if budget is not None else None
-    return Plan(policy, simulate(trace, actions), limit)
+    return Plan(policy, simulate(trace, scheduled(trace, actions)), limit)

@@ -24,7 +24,7 @@ FLOORS = (
     "memory.plans.plan",  # a plan is a simulated step
     "memory.bounds", "memory.search", "memory.policies",
     "memory.planner",
-    "memory.values", "memory.holders", "memory.tape", "memory.recorder", "memory",
+    "memory.values", "memory.codecs", "memory.holders", "memory.tape", "memory.recorder", "memory",
     "evaluate", "joint", "recovery",
     "trainer", "trainer.accuracy", "trainer.training_step", "trainer.reports",
     "callback", "command_line", "cli",

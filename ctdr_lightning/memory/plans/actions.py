@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ctdr_lightning.memory.traces.facts import facts_of
 from ctdr_lightning.memory.traces.trace import Trace
 
 
@@ -29,7 +30,42 @@ class Recompute:
     stays: bool = True
 
 
-Action = Keep | Recompute
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """The value waits in another place.
+
+    Attributes:
+        to: Name of the holder.
+        codecs: What it is written smaller with on its way, in this order.
+        out_at: Tick of the forward op after which it is sent; -1 sends it as soon as it is made.
+        gone_by: Tick of the forward op after which the step waits until it is away and its memory free; -1 leaves it to
+            ``scheduled``, which takes the first op by which it is away anyway.
+        back_at: Tick at which it is asked back, into memory that is taken from then on; -1 leaves it to ``scheduled``,
+            which takes the latest that hides the transfer.
+    """
+
+    kind: ClassVar[str] = "offload"
+    to: str
+    codecs: tuple[str, ...] = ()
+    out_at: int = -1
+    gone_by: int = -1
+    back_at: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Compress:
+    """The value waits here, in fewer bytes.
+
+    Attributes:
+        codecs: What it is written smaller with, in this order.
+    """
+
+    kind: ClassVar[str] = "compress"
+    codecs: tuple[str, ...]
+
+
+Action = Keep | Recompute | Offload | Compress
+Away = Offload | Compress
 KEEP = Keep()
 RECOMPUTE = Recompute()
 RECOMPUTE_EACH = Recompute(stays=False)
@@ -39,14 +75,37 @@ Actions = Mapping[int, Action]
 def action_of(trace: Trace, actions: Actions, value: int) -> Action:
     """A value's action: as given, else keep for what autograd saved; what it did not is made again each time.
 
-    Values that may not be recomputed are kept whatever is asked; those that are written over cannot be held.
+    Values that may not be recomputed or put away are kept whatever is asked; those that are written over cannot be
+    held.
     """
+    given = actions.get(value)
+    if isinstance(given, (Offload, Compress)):
+        if facts_of(trace)[value].movable:
+            return given
+        given = None
     if value not in trace.droppable:
         return KEEP
-    given = actions.get(value)
     if given is not None:
         return RECOMPUTE if isinstance(given, Keep) and value in trace.fleeting else given
     return KEEP if trace.values[value].saves else RECOMPUTE_EACH
+
+
+def away_values(trace: Trace, actions: Actions) -> dict[int, Away]:
+    """Every value that a plan puts away.
+
+    A codec that keeps no more than the sign gives back other contents, which no replay may read: where one would, the
+    value is kept.
+    """
+    found = {v: a for v, a in actions.items() if isinstance(a, (Offload, Compress)) and facts_of(trace)[v].movable}
+    if not any(keeps_sign_alone(action) for action in found.values()):
+        return found
+    read = {source for v in dropped_values(trace, actions) for source in trace.ops[trace.values[v].op].inputs}
+    return {v: a for v, a in found.items() if v not in read or not keeps_sign_alone(a)}
+
+
+def keeps_sign_alone(action: Action) -> bool:
+    """Whether a value comes back with other contents than it had, of which the backward reads the sign."""
+    return isinstance(action, (Offload, Compress)) and "sign" in action.codecs
 
 
 def dropped_values(trace: Trace, actions: Actions) -> set[int]:

@@ -18,11 +18,22 @@ from ctdr_lightning.basics.documents import parse_document, plain_of, read_recor
 from ctdr_lightning.basics.errors import CheckpointError
 from ctdr_lightning.basics.files import write_text
 from ctdr_lightning.basics.units import format_bytes, format_seconds
-from ctdr_lightning.memory.plans.actions import Action, Actions, Recompute, action_of
+from ctdr_lightning.memory.plans.actions import (
+    KEEP,
+    Action,
+    Actions,
+    Away,
+    Compress,
+    Offload,
+    Recompute,
+    action_of,
+    away_values,
+)
 from ctdr_lightning.memory.plans.regions import Regions
 from ctdr_lightning.memory.plans.script import ScriptLine, write_script
 from ctdr_lightning.memory.simulator.simulator import simulate
 from ctdr_lightning.memory.simulator.timeline import Timeline
+from ctdr_lightning.memory.simulator.transfers import Transfers
 from ctdr_lightning.memory.traces.trace import Trace
 
 PLAN_VERSION = 4
@@ -41,6 +52,7 @@ class Decision:
         n_bytes: Size of the allocation behind it.
         seconds: Time of one replay of its op.
         action: Its action.
+        note: How long its transfers are waited for, or that they are hidden; empty for other actions.
     """
 
     value: int
@@ -49,6 +61,7 @@ class Decision:
     n_bytes: int
     seconds: float
     action: Action
+    note: str = ""
 
     def sentence(self) -> str:
         """The decision in one sentence."""
@@ -56,7 +69,28 @@ class Decision:
         if isinstance(self.action, Recompute):
             again = "" if self.action.stays else ", each time it is used"
             return f"{where}: recomputed, frees {size} for {format_seconds(self.seconds)}{again}"
+        if isinstance(self.action, (Offload, Compress)):
+            return f"{where}: {_whereabouts(self.action)}, frees {size}{self.note and ', ' + self.note}"
         return f"{where}: kept, holds {size} and saves {format_seconds(self.seconds)} of recomputation"
+
+
+def _without_away(action: Action) -> Action:
+    return KEEP if isinstance(action, (Offload, Compress)) else action
+
+
+def _notes(transfers: Transfers) -> dict[int, str]:
+    """How well each value's transfers are hidden, in words."""
+    waits: dict[int, float] = {}
+    for move in transfers.moves:
+        waits[move.value] = waits.get(move.value, 0.0) + move.wait_s
+    return {v: f"waited for {format_seconds(s)}" if s else "hidden behind the step" for v, s in waits.items()}
+
+
+def _whereabouts(action: Away) -> str:
+    smaller = f" as {'+'.join(action.codecs)}" if action.codecs else ""
+    if isinstance(action, Compress):
+        return f"held{smaller}"
+    return f"to {action.to}{smaller} at op {action.out_at}, gone by {action.gone_by}, back from {action.back_at}"
 
 
 @dataclass(frozen=True)
@@ -116,7 +150,7 @@ class Plan:
         """From value id to action, for each saved value and each unsaved one of which something was said."""
         trace, given = self.trace, self.timeline.actions
         return {
-            v: action_of(trace, given, v)
+            v: self.away.get(v) or _without_away(action_of(trace, given, v))
             for v, record in enumerate(trace.values)
             if record.op >= 0 and (record.saves or (v in given and v in trace.droppable))
         }
@@ -125,6 +159,7 @@ class Plan:
     def decisions(self) -> tuple[Decision, ...]:
         """The actions with what they are worth."""
         trace = self.trace
+        notes = _notes(self.timeline.transfers)
         makers = {v: trace.values[v].op for v in self.actions}
         return tuple(
             Decision(
@@ -134,9 +169,15 @@ class Plan:
                 n_bytes=trace.value_bytes(v),
                 seconds=trace.replay_seconds(makers[v]),
                 action=action,
+                note=notes.get(v, ""),
             )
             for v, action in self.actions.items()
         )
+
+    @cached_property
+    def away(self) -> dict[int, Away]:
+        """From value id to action, of all that is put away."""
+        return away_values(self.trace, self.timeline.actions)
 
     @cached_property
     def script(self) -> tuple[ScriptLine, ...]:
@@ -146,7 +187,7 @@ class Plan:
     @cached_property
     def keeps_all(self) -> bool:
         """Whether nothing is dropped, so that nothing need be installed."""
-        return not any(line.replay for line in self.script)
+        return not any(line.replay or line.sends for line in self.script)
 
     @cached_property
     def regions(self) -> Regions:
@@ -155,8 +196,9 @@ class Plan:
 
     @property
     def exact(self) -> bool:
-        """Whether the step's results are bit-identical to the plain step's: true of every action so far."""
-        return True
+        """Whether the step's results are bit-identical to the plain step's: not with a lossy codec."""
+        lossy = {cost.name for cost in self.trace.codecs if not cost.exact}
+        return all(lossy.isdisjoint(action.codecs) for action in self.away.values())
 
     @property
     def gap(self) -> float:

@@ -30,7 +30,7 @@ class Regions:
         self.first = [len(script)] * count
         for index in reversed(range(len(script) if known else 0)):
             line = script[index]
-            self.busy[line.region] |= line.replay or line.writes
+            self.busy[line.region] |= line.busy
             self.first[line.region] = index
         for region in reversed(range(count - 1)):
             self.first[region] = min(self.first[region], self.first[region + 1])

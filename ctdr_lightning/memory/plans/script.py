@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ctdr_lightning.memory.plans.actions import Actions, Recompute, action_of, dropped_values
+from ctdr_lightning.memory.plans.actions import (
+    Actions,
+    Away,
+    Offload,
+    Recompute,
+    action_of,
+    away_values,
+    dropped_values,
+)
+from ctdr_lightning.memory.traces.bells import bells_of
 from ctdr_lightning.memory.traces.op_kinds import TRACKED_VIEWS
 from ctdr_lightning.memory.traces.trace import OpRecord, Trace
 
@@ -26,6 +36,10 @@ class ScriptLine:
         saves: Whether autograd saves, between this op and the next, anything that is dropped.
         region: How many forwards of modules have begun before it; -1 where that is not known.
         writes: Whether it writes over something in a storage that a replay reads.
+        tick: When it runs, in the trace's time.
+        sends: ``(output, value id)`` of each of its outputs that is put away.
+        marked: Whether something is sent, or must be gone, once it has run.
+        bell: Tick of the backward that is heard when what is saved after it is asked for; -1 where none need be.
     """
 
     op: str
@@ -35,23 +49,60 @@ class ScriptLine:
     saves: bool = True
     region: int = -1
     writes: bool = False
+    tick: int = -1
+    sends: tuple[tuple[int, ...], ...] = ()
+    marked: bool = False
+    bell: int = -1
+
+    @property
+    def busy(self) -> bool:
+        """Whether the tape must see the op."""
+        return self.replay or self.writes or self.marked or bool(self.sends) or self.bell >= 0
 
 
 def write_script(trace: Trace, actions: Actions) -> tuple[ScriptLine, ...]:
-    """What the tape does at each forward op so that exactly the plan's values are dropped."""
-    dropped = dropped_values(trace, actions)
-    saving, written = _saving_ops(trace, dropped), _writing_ops(trace, dropped)
+    """What the tape does at each forward op so that exactly the plan's values are dropped and put away."""
+    dropped, away = dropped_values(trace, actions), away_values(trace, actions)
+    absent = dropped | away.keys()
+    saving, written = _saving_ops(trace, absent), _writing_ops(trace, dropped, absent)
+    marks, bells = _marked_ticks(away), _bells(trace, away)
     lines = []
     for place, index in enumerate(trace.forward_ops):
-        op, saves, writes = trace.ops[index], place in saving, index in written
+        op = trace.ops[index]
         first = op.outputs[0] if op.outputs else -1
         shape = trace.values[first].shape if first >= 0 and trace.values[first].op == index else ()
-        if dropped.isdisjoint(op.outputs) or _is_plain_view(trace, op):
-            lines.append(ScriptLine(op.name, shape, saves=saves, region=op.region, writes=writes))
-        else:
-            stays = tuple(_stays(trace, actions, v) for v in op.outputs)
-            lines.append(ScriptLine(op.name, shape, True, stays, saves, op.region, writes))
+        sends = tuple((i, v) for i, v in enumerate(op.outputs) if v in away and trace.values[v].op == index)
+        # Views of what is put away are made again like any other; only the op that makes it is none of the tape's.
+        again = {v for v in op.outputs if v in dropped or (v in away and trace.values[v].op != index)}
+        replay = bool(again) and not _is_plain_view(trace, op)
+        lines.append(
+            ScriptLine(
+                op.name,
+                shape,
+                replay,
+                tuple(_stays(trace, actions, away, v) for v in op.outputs) if replay else (),
+                place in saving or place in bells,
+                op.region,
+                index in written,
+                op.tick,
+                sends,
+                op.tick in marks,
+                bells.get(place, -1),
+            )
+        )
     return tuple(lines)
+
+
+def _marked_ticks(away: Mapping[int, Away]) -> set[int]:
+    """Ticks of the forward at which something is sent or must be gone."""
+    offloads = [action for action in away.values() if isinstance(action, Offload)]
+    return {action.out_at for action in offloads} | {action.gone_by for action in offloads}
+
+
+def _bells(trace: Trace, away: Mapping[int, Away]) -> dict[int, int]:
+    """From places in the forward to the tick that is heard of them, for all ticks at which something returns."""
+    wanted = {action.back_at for action in away.values() if isinstance(action, Offload)}
+    return {place: tick for tick, place in bells_of(trace).items() if tick in wanted}
 
 
 def _is_plain_view(trace: Trace, op: OpRecord) -> bool:
@@ -68,17 +119,19 @@ def _saving_ops(trace: Trace, values: set[int]) -> set[int]:
     return {bisect_right(ticks, save.packed) - 1 for v in values for save in trace.values[v].saves}
 
 
-def _writing_ops(trace: Trace, dropped: set[int]) -> set[int]:
-    """Ops that write over something in a storage which a replay reads or makes."""
+def _writing_ops(trace: Trace, dropped: set[int], absent: set[int]) -> set[int]:
+    """Ops that write over something in a storage which a replay reads or makes, or from which something is sent."""
     read = {source for v in dropped for source in trace.ops[trace.values[v].op].inputs}
-    places = {trace.values[v].storage for v in read | dropped}
+    places = {trace.values[v].storage for v in read | absent}
     written = (v for v in trace.values if v.storage in places and v.op >= 0)
     return {v.op for v in written if trace.storages[v.storage].born != trace.ops[v.op].tick}
 
 
-def _stays(trace: Trace, actions: Actions, value: int) -> str:
+def _stays(trace: Trace, actions: Actions, away: Mapping[int, Away], value: int) -> str:
     if value < 0:
         return "no"
+    if value in away:
+        return "awaited"
     action = action_of(trace, actions, value)
     if not isinstance(action, Recompute):
         return "kept"

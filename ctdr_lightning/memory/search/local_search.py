@@ -19,7 +19,8 @@ import numpy as np
 from ctdr_lightning.memory.plans.actions import Actions
 from ctdr_lightning.memory.search.frontier import CHOICES, Frontier, Point
 from ctdr_lightning.memory.search.moves import Moves
-from ctdr_lightning.memory.simulator.simulator import Simulator, Trial
+from ctdr_lightning.memory.simulator.journal import Trial
+from ctdr_lightning.memory.simulator.simulator import Simulator
 from ctdr_lightning.memory.traces.trace import Trace
 
 # By how much of the asked bytes a random change is followed down further than asked, before it goes up again. Depths of

@@ -13,7 +13,8 @@ import numpy as np
 
 from ctdr_lightning.memory.plans.actions import Action, Actions
 from ctdr_lightning.memory.search.frontier import CHOICES
-from ctdr_lightning.memory.simulator.simulator import Simulator, Trial
+from ctdr_lightning.memory.simulator.journal import Trial
+from ctdr_lightning.memory.simulator.simulator import Simulator
 
 N_SEGMENTS = 12
 N_NEAR = 12

@@ -22,6 +22,7 @@ class Effect:
         needs: For each value outside the group that the replays read, the last tick at which one does.
         seconds: Time of all replays.
         work: Members, and ops that were played; a measure of the time that finding the effect took.
+        replays: ``(tick, seconds, ops)`` of each replay.
     """
 
     intervals: list[tuple[int, int, int]]
@@ -29,6 +30,7 @@ class Effect:
     needs: dict[int, int]
     seconds: float
     work: int
+    replays: list[tuple[int, float, list[int]]]
 
 
 def effect_of(index: TraceIndex, stays: Sequence[int], members: Collection[int]) -> Effect:
@@ -49,7 +51,7 @@ def effect_of(index: TraceIndex, stays: Sequence[int], members: Collection[int])
         else:
             group.handles[value] -= 1
             group.unref([value], tick)
-    return Effect(group.intervals, group.bumps, group.needs, group.seconds, group.work)
+    return Effect(group.intervals, group.bumps, group.needs, group.seconds, group.work, group.replays)
 
 
 class _Group:
@@ -63,16 +65,7 @@ class _Group:
     """
 
     __slots__ = (
-        "back",
-        "bumps",
-        "handles",
-        "index",
-        "intervals",
-        "linked",
-        "needs",
-        "refs",
-        "seconds",
-        "stays",
+        "back", "bumps", "handles", "index", "intervals", "linked", "needs", "refs", "replays", "seconds", "stays",
         "work",
     )  # fmt: skip
 
@@ -92,6 +85,7 @@ class _Group:
         self.needs: dict[int, int] = {}
         self.intervals: list[tuple[int, int, int]] = []
         self.bumps: list[tuple[int, int]] = []
+        self.replays: list[tuple[int, float, list[int]]] = []
         self.seconds = 0.0
         self.work = len(members)
 
@@ -123,6 +117,7 @@ class _Group:
         for op in ops:
             for source in index.sources[op]:
                 uses[source] = uses.get(source, 0) + 1
+        before_s = self.seconds
         now = peak = 0
         present: set[int] = set()
         staying: list[int] = []
@@ -144,6 +139,7 @@ class _Group:
                     present.remove(source)
                     now -= index.n_bytes[source]
         self.bumps.append((tick, peak))
+        self.replays.append((tick, self.seconds - before_s, ops))
         self._leave(staying, tick)
 
     def _stays(self, value: int) -> bool:

@@ -8,48 +8,32 @@ group.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
-from ctdr_lightning.memory.plans.actions import Action, Actions, Recompute, action_of
+from ctdr_lightning.memory.plans.actions import (
+    Action,
+    Actions,
+    Away,
+    Compress,
+    Offload,
+    Recompute,
+    action_of,
+    keeps_sign_alone,
+)
+from ctdr_lightning.memory.simulator.away import AwayEffect, away_effect, link_to
 from ctdr_lightning.memory.simulator.effect import Effect, effect_of
 from ctdr_lightning.memory.simulator.groups import Flags, Group, Groups
+from ctdr_lightning.memory.simulator.journal import Journal, Trial
 from ctdr_lightning.memory.simulator.timeline import Segments, Timeline, segments_of
 from ctdr_lightning.memory.simulator.trace_index import index_of
+from ctdr_lightning.memory.simulator.transfers import Transfers, Trip, play, tick_seconds
 from ctdr_lightning.memory.traces.trace import Trace
 
 MEMO_SIZE = 10_000
 # A change without any group takes as long as ten values in groups: attaching, settling, taking back.
 WORK_OF_A_CHANGE = 10
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """What a change of actions would do.
-
-    Attributes:
-        seconds: By how much the step would take longer.
-        segments: ``(first tick, tick after the last, bytes)``: how many more bytes would be live.
-    """
-
-    seconds: float
-    segments: Segments
-
-
-@dataclass(slots=True)
-class _Journal:
-    """What one change did, to take it back."""
-
-    actions: dict[int, Action | None]
-    seconds: float
-    flags: dict[int, Flags] = field(default_factory=dict)
-    removed: dict[int, tuple[Group, Effect]] = field(default_factory=dict)
-    inserted: list[int] = field(default_factory=list)
-    kept: list[int] = field(default_factory=list)
-    ends: list[tuple[int, int]] = field(default_factory=list)
-    steps: dict[int, int] = field(default_factory=dict)
 
 
 class Simulator:
@@ -74,6 +58,10 @@ class Simulator:
         self._on_storage: dict[int, list[int]] = {}
         for value, record in enumerate(trace.values):
             self._on_storage.setdefault(record.storage, []).append(value)
+        self._away: dict[int, Away] = {}
+        self._parts: dict[int, AwayEffect] = {}
+        self._users: dict[str, int] = {}
+        self._transfers: Transfers | None = None
         self._plain_s = trace.seconds
         self._recompute_s = 0.0
         self._ends = [s.end for s in trace.storages]
@@ -81,7 +69,7 @@ class Simulator:
             place = trace.values[value].storage
             self._ends[place] = max(self._ends[place], self.index.released[value])
         self._bytes = self._plain_bytes()
-        self._journal = _Journal({}, 0.0)
+        self._journal = Journal({}, 0.0)
         if actions:
             self.change(actions)
 
@@ -99,12 +87,12 @@ class Simulator:
 
     @property
     def seconds(self) -> float:
-        """Time of the step as it stands."""
-        return self._plain_s + self._recompute_s
+        """Time of the step as it stands; with transfers, after they were played."""
+        return self._plain_s + self._recompute_s + self._waits_s()
 
     @property
     def recompute_seconds(self) -> float:
-        """Time of the replays as they stand."""
+        """Time of the replays and codecs as they stand."""
         return self._recompute_s
 
     @property
@@ -163,11 +151,42 @@ class Simulator:
             sum(len(e.bumps) for e in effects),
             np.array(self._ends, dtype=np.int64),
             tuple(i for e in effects for i in e.intervals),
+            self.transfers(),
         )
+
+    def transfers(self) -> Transfers:
+        """When each value that is put away elsewhere moves, and how long the step waits for it."""
+        if self._transfers is None:
+            trips = [
+                Trip(value, action, self.needed(value)[0], self._parts[value].decode_s)
+                for value, action in self._away.items()
+                if isinstance(action, Offload) and value in self._parts
+            ]
+            self._transfers = play(self.trace, trips, self._extra_seconds())
+        return self._transfers
+
+    def _extra_seconds(self) -> list[tuple[int, float]]:
+        """``(tick, seconds)`` of replays and codecs."""
+        found = [(tick, s) for e in self._effects.values() for tick, s, _ in e.replays]
+        for value, parts in self._parts.items():
+            tick = self.needed(value)[0]
+            found.append((self.trace.ops[self.index.op_of[value]].tick, parts.seconds - parts.decode_s))
+            if tick is not None:
+                found.append((tick, parts.decode_s))
+        return found
+
+    def base_starts_s(self) -> np.ndarray:
+        """When each tick begins if no transfer is waited for; shape ``(n_ticks + 1,)``."""
+        return np.concatenate([[0.0], np.cumsum(tick_seconds(self.trace, self._extra_seconds()))])
+
+    def _waits_s(self) -> float:
+        if not any(isinstance(action, Offload) for action in self._away.values()):
+            return 0.0
+        return self.transfers().waits_s
 
     def _alter(self, actions: Actions) -> None:
         groups = self._groups
-        journal = self._journal = _Journal({v: self.actions.get(v) for v in actions}, self._recompute_s)
+        journal = self._journal = Journal({v: self.actions.get(v) for v in actions}, self._recompute_s)
         self.actions.update(actions)
         for value in actions:
             old = (groups.drops[value], groups.stays[value])
@@ -175,11 +194,15 @@ class Simulator:
             if new != old:
                 journal.flags[value] = old
                 groups.drops[value], groups.stays[value] = new
+            self._put_away(value)
         if journal.flags:
             self._regroup()
+        if journal.away:
+            self._settle({self.trace.values[v].storage for v in journal.away})
+        self._transfers = None
 
     def _revert(self) -> None:
-        journal, self._journal = self._journal, _Journal({}, self._recompute_s)
+        journal, self._journal = self._journal, Journal({}, self._recompute_s)
         for value, action in journal.actions.items():
             if action is None:
                 del self.actions[value]
@@ -195,13 +218,83 @@ class Simulator:
             self._kept[value] = not self._kept[value]
         for storage, end in journal.ends:
             self._ends[storage] = end
+        for value, action in journal.away.items():
+            for holder, sign in ((self._away.get(value), -1), (action, 1)):
+                if isinstance(holder, Offload):
+                    self._users[holder.to] = self._users.get(holder.to, 0) + sign
+            self._set_away(value, action)
+        for value, parts in journal.parts.items():
+            if parts is None:
+                self._parts.pop(value, None)
+            else:
+                self._parts[value] = parts
+        self._transfers = None
         self._recompute_s = journal.seconds
+
+    def _put_away(self, value: int) -> None:
+        """Note whether a value's action puts it away."""
+        old, new = self._away.get(value), action_of(self.trace, self.actions, value)
+        wanted = new if isinstance(new, (Offload, Compress)) else None
+        if wanted == old:
+            return
+        self._journal.away[value] = old
+        self._set_away(value, wanted)
+        for action, sign in ((old, -1), (wanted, 1)):
+            if isinstance(action, Offload):
+                self._use_link(action.to, sign)
+
+    def _set_away(self, value: int, action: Away | None) -> None:
+        if action is None:
+            self._away.pop(value, None)
+        else:
+            self._away[value] = action
+
+    def _use_link(self, holder: str, sign: int) -> None:
+        """A link's staging buffers are there all along as soon as one value uses it."""
+        before = self._users.get(holder, 0)
+        self._users[holder] = before + sign
+        if (before > 0) != (before + sign > 0):
+            self._step(0, self.trace.n_ticks - 1, sign * link_to(self.trace, holder).device_bytes)
+
+    def needed(self, value: int) -> tuple[int | None, int]:
+        """First tick at which a value that is away is read, and the last at which it may be."""
+        alive_until = self.index.alive_until[value]
+        ticks = [t for s in self.trace.values[value].saves for t in s.unpacked if t > alive_until]
+        until = self.index.released[value]
+        for index, last in self._needs[value].items():
+            until = max(until, last)
+            sources = self.index.sources
+            ticks += [
+                t for t, _, ops in self._effects[index].replays
+                if t > alive_until and any(value in sources[op] for op in ops)
+            ]  # fmt: skip
+        return min(ticks, default=None), until
+
+    def _settle_away(self, value: int) -> int | None:
+        """Bring what is held in a value's place up to date. Returns until when its own memory is held for its sake."""
+        action, old = self._away.get(value), self._parts.get(value)
+        if action is not None and keeps_sign_alone(action) and self._needs[value]:
+            action = None  # a replay reads it: it is kept
+        new = away_effect(self.trace, value, action, *self.needed(value)) if action is not None else None
+        if new != old:
+            self._journal.parts.setdefault(value, old)
+            self._replace_parts(value, old, new)
+        return None if new is None else new.gone
+
+    def _replace_parts(self, value: int, old: AwayEffect | None, new: AwayEffect | None) -> None:
+        for effect, sign in ((old, -1), (new, 1)):
+            for first, last, n_bytes in effect.intervals if effect is not None else ():
+                self._step(first, last, sign * n_bytes)
+            self._recompute_s += sign * effect.seconds if effect is not None else 0.0
+        if new is None:
+            self._parts.pop(value, None)
+        else:
+            self._parts[value] = new
 
     def _flags(self, value: int) -> Flags:
         """Whether a value is dropped, and whether a replay that passes it leaves it behind."""
         action = action_of(self.trace, self.actions, value)
-        drops = isinstance(action, Recompute)
-        return drops, not isinstance(action, Recompute) or action.stays
+        return (True, action.stays) if isinstance(action, Recompute) else (False, True)
 
     def _regroup(self) -> None:
         """Exchange the groups that the last change of flags concerns, and settle what they hold."""
@@ -277,6 +370,10 @@ class Simulator:
                 continue
             end = storage.end
             for value in self._on_storage[index]:
+                gone = self._settle_away(value) if value in self._away or value in self._parts else None
+                if gone is not None:
+                    end = max(end, gone)
+                    continue
                 if self._kept[value]:
                     end = max(end, self.index.released[value])
                 for tick in self._needs[value].values():

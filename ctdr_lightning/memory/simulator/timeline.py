@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ctdr_lightning.memory.plans.actions import Action
+from ctdr_lightning.memory.simulator.transfers import Transfers
 from ctdr_lightning.memory.traces.trace import Trace
 
 Segments = list[tuple[int, int, int]]
@@ -24,11 +25,12 @@ class Timeline:
         trace: The step.
         actions: What was done to its values.
         bytes_at: Live bytes at each tick, replays' own peaks included, weights included; shape ``(n_ticks,)``.
-        seconds: Time of all ops and replays.
-        recompute_seconds: Time of the replays alone.
+        seconds: Time of all ops, replays and codecs, and of waiting for transfers.
+        recompute_seconds: Time of the replays and codecs alone.
         replays: How many replays there were.
         ends: Last tick at which each storage is live as first made; what replays leave behind is in ``returns``.
         returns: ``(first tick, last tick, bytes)`` of what replays left behind.
+        transfers: When what is put away elsewhere moves, and how long the step waits for it.
     """
 
     trace: Trace
@@ -39,6 +41,7 @@ class Timeline:
     replays: int
     ends: np.ndarray
     returns: tuple[tuple[int, int, int], ...]
+    transfers: Transfers = field(default_factory=Transfers)
 
     @cached_property
     def peak_bytes(self) -> int:

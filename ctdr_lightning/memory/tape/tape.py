@@ -8,6 +8,8 @@ never depend on the plan, only memory and time do.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -24,17 +26,20 @@ from ctdr_lightning.basics.torch_private import (
     push_dispatch_mode,
     top_saved_tensors_hooks,
 )
+from ctdr_lightning.memory.holders.away import can_wait
+from ctdr_lightning.memory.holders.base import Holder, Holders
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.plans.script import ScriptLine
 from ctdr_lightning.memory.tape.clock import CpuClock
 from ctdr_lightning.memory.tape.collector_pause import CollectorPause
+from ctdr_lightning.memory.tape.courier import Belled, Courier
 from ctdr_lightning.memory.tape.module_paths import ModulePaths
 from ctdr_lightning.memory.tape.online import Evictor, Online
 from ctdr_lightning.memory.tape.sleeper import Sleeper
 from ctdr_lightning.memory.values.batchnorm_again import has_shortcut, take_shortcut
 from ctdr_lightning.memory.values.op_traits import pin_reason_of_types, traits
 from ctdr_lightning.memory.values.replay import hold_for_views, unpack
-from ctdr_lightning.memory.values.value import Handle, Held
+from ctdr_lightning.memory.values.value import Handle, Held, Value
 from ctdr_lightning.memory.values.value_table import ValueTable
 
 _CLOCK = CpuClock()
@@ -45,11 +50,16 @@ _DETACH_NAME = str(_DETACH)
 class _Line:
     """One script line, with the op itself once it was seen, and whether the op needs nothing of the tape."""
 
-    __slots__ = ("func", "name", "normalises", "plain", "replay", "saves", "shape", "stays", "writes")
+    __slots__ = (
+        "away", "bell", "func", "name", "normalises", "plain", "replay", "saves", "sends", "shape", "stays", "tick",
+        "writes",
+    )  # fmt: skip
 
     def __init__(self, line: ScriptLine) -> None:
         self.name, self.shape, self.replay, self.saves = line.op, line.shape, line.replay, line.saves
         self.stays = [(stay == "awaited", stay == "needed", stay == "kept") for stay in line.stays]
+        self.sends, self.tick, self.bell = line.sends, line.tick, line.bell
+        self.away = line.marked or bool(line.sends)
         if set(line.stays) == {"awaited"}:  # what values do by themselves
             self.stays = []
         self.func: OpOverload | None = None
@@ -60,7 +70,14 @@ class _Line:
         op = traits(func)
         self.func, self.writes = func, bool(op.writes)
         self.normalises = op.batch_norm and all(kept for _, _, kept in self.stays[1:])
-        self.plain = not self.replay and not self.writes
+        self.plain = not self.replay and not self.writes and not self.away
+
+
+def _own_holders(tape: Tape) -> Holders:
+    """Holders for one step, closed when nobody holds the tape any more: its graph is gone."""
+    holders = Holders()
+    weakref.finalize(tape, holders.close)
+    return holders
 
 
 _LINES: Remembered[list[_Line]] = Remembered()
@@ -98,6 +115,7 @@ class Tape(TorchDispatchMode):
     Args:
         plan: What to drop, made for this step by ``plan(record(step), ...)``.
         evictor: Keeps a step that differs from the plan under a budget; without one, what is not planned is held.
+        holders: Where the plan's offloaded values wait; without them the tape makes its own for one step.
 
     Attributes:
         diverged: Where the step differed from the plan, in words; empty where it did not.
@@ -111,7 +129,7 @@ class Tape(TorchDispatchMode):
         >>> loss.backward()
     """
 
-    def __init__(self, plan: Plan, evictor: Evictor | None = None) -> None:
+    def __init__(self, plan: Plan, evictor: Evictor | None = None, holders: Mapping[str, Holder] | None = None) -> None:
         super().__init__()
         self.plan = plan
         self.evictor = evictor
@@ -122,6 +140,7 @@ class Tape(TorchDispatchMode):
         self._online = Online(evictor, self._table) if evictor is not None else None
         self._paths = ModulePaths()
         self._pause = CollectorPause()
+        self._courier = Courier(plan.away, _own_holders(self) if holders is None else holders) if plan.away else None
         self._index = 0
         self._counting: Evictor | None = None
         self._listener: _Listener | None = None
@@ -130,9 +149,9 @@ class Tape(TorchDispatchMode):
     def __enter__(self) -> Tape:
         self._index, self.diverged = 0, ""
         if not self.plan.keeps_all:
-            self._listener = _Listener(
-                saved_tensors_hooks(self._pack, unpack if self.evictor is None else self._unpack_online)
-            )
+            give = unpack if self.evictor is None else self._unpack_online
+            give = give if self._courier is None else self._unpack_with_bells
+            self._listener = _Listener(saved_tensors_hooks(self._pack, give))
             if self.evictor is not None:
                 self.evictor.__enter__()
                 self._paths.__enter__()
@@ -161,10 +180,12 @@ class Tape(TorchDispatchMode):
         if self._listener.on:
             self._listener.turn(False)
         self._listener = None
+        if self._courier is not None:
+            self._courier.forward_done()
         self._table.clear()
         if kind is None and not self.diverged:
             self.diverged = sleeper.difference() if sleeper is not None else ""
-            if not self.diverged and any(line.replay for line in self._lines[self._index :]):
+            if not self.diverged and any(line.replay or line.sends for line in self._lines[self._index :]):
                 self.diverged = f"the step ended after op {self._index}, the plan expects {len(self._lines)}"
 
     def __torch_dispatch__(
@@ -224,7 +245,10 @@ class Tape(TorchDispatchMode):
         assert func is not None
         node = table.capture(func, index, args, kwargs) if line.replay else None
         if node is None:
-            return self._unplanned(func, args, kwargs)
+            out = self._unplanned(func, args, kwargs)
+            if line.away:
+                self._put_away(line, out, [])
+            return out
         if line.writes:
             table.overwrites(func, args, kwargs)
         out = func(*args, **kwargs)
@@ -236,10 +260,26 @@ class Tape(TorchDispatchMode):
                 value.cache, value.hold = cache, hold
                 if kept and value.node is not None:
                     table.hold(value)
+        if line.away:
+            self._put_away(line, out, values)
         first = out[0] if type(out) in (tuple, list) else out
         if line.shape and first.shape != line.shape:
             self._diverge(f"op {index} ({line.name}) made {tuple(first.shape)}, the plan expects {line.shape}")
         return out
+
+    def _put_away(self, line: _Line, out: Any, values: Sequence[Value | None]) -> None:
+        """Give the courier what an op has made and is to be put away; what is not as recorded is held as always."""
+        courier = self._courier
+        assert courier is not None, "a plan that puts something away has a courier"
+        assert line.func is not None, "the op was seen"
+        written = bool(traits(line.func).written)
+        outs = out if type(out) in (tuple, list) else (out,)
+        for position, identity in line.sends:
+            tensor = outs[position]
+            if can_wait(tensor):
+                value = (values[position] if values else None) or self._table.track(tensor, written)
+                courier.take(value, identity, tensor, line.tick, written=written)
+        courier.passed(line.tick)
 
     def _expected(self, func: OpOverload, line: _Line | None, index: int) -> bool:
         found = traits(func).name
@@ -251,6 +291,8 @@ class Tape(TorchDispatchMode):
 
     def _diverge(self, where: str) -> None:
         self.diverged = where
+        if self._courier is not None:
+            self._courier.forward_done()
         if self._sleeper is not None:
             self._sleeper.stays_awake = True
 
@@ -259,13 +301,28 @@ class Tape(TorchDispatchMode):
             self._table.overwrites(func, args, kwargs)
         return func(*args, **kwargs)
 
+    def _unpack_with_bells(self, handle: Handle | Held | Belled) -> Tensor:
+        if type(handle) is Belled:
+            assert self._courier is not None, "bells are the courier's"
+            self._courier.rings(handle.tick)
+            handle = handle.handle
+        assert not isinstance(handle, Belled), "a bell holds a handle"
+        return unpack(handle) if self.evictor is None else self._unpack_online(handle)
+
     def _unpack_online(self, handle: Handle | Held) -> Tensor:
         assert self.evictor is not None
         return self.evictor.fetch(handle.value) if self.diverged and type(handle) is Handle else unpack(handle)
 
-    def _pack(self, tensor: Tensor) -> Handle | Held:
+    def _pack(self, tensor: Tensor) -> Handle | Held | Belled:
         if self.diverged and self._online is not None:
             return Handle(self._online.pack(tensor))
+        handle = self._handle(tensor)
+        line = self._lines[self._index - 1] if 0 < self._index <= self._length else None
+        if line is not None and line.bell >= 0 and not self.diverged:
+            return Belled(handle, line.bell)
+        return handle
+
+    def _handle(self, tensor: Tensor) -> Handle | Held:
         value = self._table.known(tensor)
         if value is None:
             return Held(tensor)

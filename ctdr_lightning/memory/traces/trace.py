@@ -8,7 +8,7 @@ live during every tick from ``a`` to ``b`` inclusive.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from math import inf
@@ -18,8 +18,9 @@ from typing import Any
 from ctdr_lightning.basics.documents import parse_document, read_record
 from ctdr_lightning.basics.errors import CheckpointError
 from ctdr_lightning.basics.files import write_text
+from ctdr_lightning.memory.traces.machine import CodecCost, Link
 
-TRACE_VERSION = 2
+TRACE_VERSION = 3
 MAX_BYTES = 2**48
 MAX_REGIONS = 2**20  # forwards of modules in one step; lists of this length are made for each plan
 
@@ -83,6 +84,7 @@ class ValueRecord:
         lost: Tick at which the storage was overwritten; the trace's length where it never was.
         saves: What autograd held of it.
         pin: Why it may not be recomputed, or the empty string.
+        zeros: Share of zeros that was seen in it, where recording looked.
     """
 
     storage: int
@@ -92,6 +94,7 @@ class ValueRecord:
     lost: int
     saves: tuple[Save, ...]
     pin: str
+    zeros: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,8 @@ class Trace:
             that is not known.
         call_s: Seconds that Python takes for each op that is dropped and run again (to see it, capture it, hand its
             handles in and out, call it); 0 where kernels run on their own time, on a GPU.
+        links: Ways to the places where tensors can wait, by the machine that the step is planned for.
+        codecs: What the codecs that may be used cost on it.
     """
 
     ops: tuple[OpRecord, ...]
@@ -137,6 +142,8 @@ class Trace:
     meta: dict[str, str] = field(default_factory=dict)
     n_training: int = -1
     call_s: float = 0.0
+    links: tuple[Link, ...] = ()
+    codecs: tuple[CodecCost, ...] = ()
 
     @cached_property
     def saved(self) -> tuple[int, ...]:
@@ -202,6 +209,19 @@ class Trace:
         )
         return replace(self, ops=tuple(ops), call_s=call_s)
 
+    def with_machine(self, links: Iterable[Link] = (), codecs: Iterable[CodecCost] = ()) -> Trace:
+        """The same trace on a machine with links to other places and with codecs; what is there already stays.
+
+        Args:
+            links: Ways to holders; one to a holder that has one replaces it.
+            codecs: Costs of codecs; one of a codec that has one replaces it.
+        """
+        return replace(
+            self,
+            links=tuple({link.to: link for link in (*self.links, *links)}.values()),
+            codecs=tuple({cost.name: cost for cost in (*self.codecs, *codecs)}.values()),
+        )
+
     def to_json(self, path: str | Path | None = None) -> str:
         """Write the trace as versioned JSON; returns the text.
 
@@ -245,6 +265,8 @@ class Trace:
                 meta={str(k): str(v) for k, v in data["meta"].items()},
                 n_training=int(data.get("n_training", -1)),
                 call_s=float(data.get("call_s", 0.0)),
+                links=tuple(read_record(Link, row) for row in data.get("links", ())),
+                codecs=tuple(read_record(CodecCost, row) for row in data.get("codecs", ())),
             )
             trace._check()
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -265,6 +287,7 @@ class Trace:
         for value in self.values:
             _require(-1 <= value.op < n_ops and 0 <= value.storage < len(self.storages), "what made a value")
             _require(0 <= value.lost <= n, "when a value is lost")
+            _require(0 <= value.zeros <= 1, "a share of zeros")
         for save in saves:
             _require(save.packed >= -1 and save.released <= n and all(0 <= t < n for t in save.unpacked), "a save")
         for storage in self.storages:
@@ -273,6 +296,11 @@ class Trace:
         _require(0 <= self.resident_bytes < MAX_BYTES, "the resident bytes")
         _require(0 <= self.call_s < inf, "Python's time")
         _require(-1 <= self.n_training < MAX_REGIONS, "the number of training modules")
+        for link in self.links:
+            _require(min(link.out_bytes_per_s, link.in_bytes_per_s) > 0 and link.latency_s >= 0, "a link's rate")
+            _require(link.granule > 0 and 0 <= link.device_bytes < MAX_BYTES, "a link's bytes")
+        for codec in self.codecs:
+            _require(codec.payload_bits >= 0 and codec.side_bits >= 0, "a codec's bits")
 
 
 def _require(holds: bool, what: str) -> None:

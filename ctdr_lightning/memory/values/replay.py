@@ -129,6 +129,8 @@ def _missing(target: Value, have: dict[Value, Tensor]) -> tuple[list[tuple[Node,
     while stack:
         value = stack.pop()
         tensor = value.get()
+        if tensor is None and value.away is not None:
+            tensor = value.bring_back()
         if tensor is not None:
             have[value] = tensor
         elif value.node is None:

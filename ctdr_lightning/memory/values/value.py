@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,22 @@ from ctdr_lightning.memory.values.tensors import alias_of, version_of, wants_gra
 
 _NO_KWARGS: dict[str, Any] = {}
 Layout = tuple[tuple[int, ...], torch.dtype]
+
+
+class Elsewhere(Protocol):
+    """Contents that wait in another place, or here in fewer bytes."""
+
+    def gone(self) -> None:
+        """Wait until the tensor that they came from may be freed or written over."""
+        ...
+
+    def start(self) -> None:
+        """Start to bring them back."""
+        ...
+
+    def fetch(self) -> Tensor:
+        """Bring them back, with the shape, strides and dtype that they had."""
+        ...
 
 
 class TensorRef(weakref.ref):
@@ -44,10 +60,11 @@ class Value:
         cache: Whether a replay leaves the value held for those who still await it.
         hold: Whether a replay leaves the value held although autograd does not await it.
         handles: How many live handles await the value.
+        away: The contents where they wait elsewhere, or here in fewer bytes; a value with them has no node.
     """
 
     __slots__ = (
-        "__weakref__", "cache", "handles", "hold", "home", "info", "layout", "node", "place", "seen", "tensor",
+        "__weakref__", "away", "cache", "handles", "hold", "home", "info", "layout", "node", "place", "seen", "tensor",
         "version", "weak",
     )  # fmt: skip
 
@@ -64,6 +81,7 @@ class Value:
         self.hold = False
         self.handles = 0
         self.info: Any = None
+        self.away: Elsewhere | None = None
 
     @classmethod
     def holding(cls, tensor: Tensor) -> Value:
@@ -122,8 +140,18 @@ class Value:
             return
         if self.handles and self.seen is None:
             self.seen = (alias_of(tensor), self.version)
-        if self.node is not None:
+        if self.away is not None:
+            self.away.gone()  # it is still being sent from there
+        if self.node is not None or self.away is not None:
             self.tensor = None
+
+    def bring_back(self) -> Tensor:
+        """The tensor of a value that is away; it is held from now on."""
+        assert self.away is not None, "the value is not away"
+        tensor = self.away.fetch()
+        self.keep(tensor)
+        self.away = None
+        return tensor
 
 
 class Node:

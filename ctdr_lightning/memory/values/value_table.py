@@ -73,7 +73,7 @@ class ValueTable:
         if base is None:
             return None
         whole = self.find(base)
-        if whole is None or whole.node is None or not _is_part(tensor, base):
+        if whole is None or (whole.node is None and whole.away is None) or not _is_part(tensor, base):
             return None
         node = Node(view_again, self._last + 0.5, self.unit, view=True)  # after what it views, before what reads it
         start = tensor.storage_offset() - base.storage_offset()
@@ -205,20 +205,34 @@ class ValueTable:
                     value.layout = (tensor.stride(), tensor.dtype)  # its twin may choose others
         return made
 
+    def track(self, tensor: Tensor, written: bool) -> Value:
+        """Enter an output of a call that is not captured, because the value is put away.
+
+        Args:
+            tensor: The output, with a storage.
+            written: Whether the call wrote it in place, so that its version is about to rise.
+        """
+        value = self._known_as(Value(), tensor, tensor.untyped_storage())
+        value.version += written
+        return value
+
     def _enter(self, node: Node, tensor: Any) -> Value | None:
         storage = storage_of(tensor) if isinstance(tensor, Tensor) else None
         if storage is None:
             node.outs.append(None)
             return None
-        value = self._values[id(tensor)] = Value(node)
+        value = self._known_as(Value(node), tensor, storage)
+        node.outs.append(weakref.ref(value))
+        return value
+
+    def _known_as(self, value: Value, tensor: Tensor, storage: torch.UntypedStorage) -> Value:
+        self._values[id(tensor)] = value
         value.version = version_of(tensor)
         value.weak = TensorRef(tensor, self._on_death)
         value.weak.key = id(tensor)
         self._read.add(storage._cdata)
         value.place = weakref.ref(storage)
-        owner = weakref.ref(value)
-        self._unfiled.append(owner)
-        node.outs.append(owner)
+        self._unfiled.append(weakref.ref(value))
         return value
 
     def clear(self) -> None:

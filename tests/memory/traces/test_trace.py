@@ -98,8 +98,8 @@ def test_what_is_no_trace_is_refused(text):
 
 
 def test_a_trace_of_another_version_is_refused():
-    with pytest.raises(CheckpointError, match="version 2"):
-        Trace.from_json(TRACE.to_json().replace('"version": 2', '"version": 1', 1))
+    with pytest.raises(CheckpointError, match="version 3"):
+        Trace.from_json(TRACE.to_json().replace('"version": 3', '"version": 1', 1))
 
 
 def test_what_a_trace_says_of_itself():

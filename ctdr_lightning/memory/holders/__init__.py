@@ -1,0 +1,6 @@
+"""Where a tensor waits that is not on the device: host memory, a disk. One file and one registration each."""
+
+from ctdr_lightning.memory.holders import disk, host
+from ctdr_lightning.memory.holders.base import HOLDERS, Holder, HolderOptions, Holders, Parcel
+
+__all__ = ["HOLDERS", "Holder", "HolderOptions", "Holders", "Parcel", "disk", "host"]

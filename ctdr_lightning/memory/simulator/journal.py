@@ -1,0 +1,40 @@
+"""What a change of actions would do, and what it did, to take it back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ctdr_lightning.memory.plans.actions import Action, Away
+from ctdr_lightning.memory.simulator.away import AwayEffect
+from ctdr_lightning.memory.simulator.effect import Effect
+from ctdr_lightning.memory.simulator.groups import Flags, Group
+from ctdr_lightning.memory.simulator.timeline import Segments
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What a change of actions would do.
+
+    Attributes:
+        seconds: By how much the step would take longer.
+        segments: ``(first tick, tick after the last, bytes)``: how many more bytes would be live.
+    """
+
+    seconds: float
+    segments: Segments
+
+
+@dataclass(slots=True)
+class Journal:
+    """What one change did, to take it back."""
+
+    actions: dict[int, Action | None]
+    seconds: float
+    flags: dict[int, Flags] = field(default_factory=dict)
+    removed: dict[int, tuple[Group, Effect]] = field(default_factory=dict)
+    inserted: list[int] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
+    ends: list[tuple[int, int]] = field(default_factory=list)
+    away: dict[int, Away | None] = field(default_factory=dict)
+    parts: dict[int, AwayEffect | None] = field(default_factory=dict)
+    steps: dict[int, int] = field(default_factory=dict)

@@ -1,0 +1,124 @@
+"""Facts about values that follow from op, dtype and shape, on which a codec may rely.
+
+Contents are never relied on: a mask is two-valued because dropout made it, an index is short because its plane is
+small. The share of zeros alone is looked at, and only to guess how small a codec will write a value that it can also
+leave as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from ctdr_lightning.basics.remembered import Remembered
+from ctdr_lightning.memory.traces.op_kinds import base_name
+from ctdr_lightning.memory.traces.trace import OpRecord, Trace
+
+ITEM_BYTES = {
+    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2, "bool": 1, "int8": 1,
+    "uint8": 1,
+}  # fmt: skip
+_FLOATS = {"float64", "float32", "float16", "bfloat16"}
+_SHORT = 2**15
+_POOLS = ("max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "adaptive_max_pool3d")
+_RELU = ("relu", "relu_", "threshold", "threshold_", "hardtanh", "hardtanh_")
+_ONLY_RELU = ("relu", "relu_")
+# These read their second tensor by its sign, or by its shape alone.
+_SIGN_READERS = {
+    "threshold_backward", "max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward",
+    "avg_pool2d_backward", "_adaptive_avg_pool2d_backward",
+}  # fmt: skip
+# What was allocated and never written, has moved to another storage or is no plain tensor cannot be put away.
+_UNMOVABLE = ("uninitialised memory", "another storage", "a layout without a storage", "tensor subclass")
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of a value.
+
+    Attributes:
+        movable: Whether its bytes may wait elsewhere: autograd saved it, it fills its storage, nothing overwrites it.
+        kinds: Which of ``"float"``, ``"bool"``, ``"two_valued"``, ``"index"``, ``"sign_only"`` and ``"zeros"`` it is.
+        zeros: Share of zeros that was seen; 0 where nobody looked.
+        n_elements: How many elements it has.
+        item_bytes: Bytes of an element.
+    """
+
+    movable: bool
+    kinds: frozenset[str]
+    zeros: float
+    n_elements: int
+    item_bytes: int
+
+
+_FACTS: Remembered[tuple[Facts, ...]] = Remembered()
+
+
+def facts_of(trace: Trace) -> tuple[Facts, ...]:
+    """The facts about each value of a trace, found once."""
+    return _FACTS.get(trace, "facts", lambda: _find(trace))
+
+
+def _find(trace: Trace) -> tuple[Facts, ...]:
+    readers = _backward_readers(trace)
+    return tuple(_facts(trace, value, readers[value]) for value in range(len(trace.values)))
+
+
+def _backward_readers(trace: Trace) -> list[set[str]]:
+    """For each value the ops of the backward that read its contents."""
+    found: list[set[str]] = [set() for _ in trace.values]
+    for op in trace.ops:
+        for value in op.inputs if op.backward else ():
+            if value not in op.outputs:  # else it is a view, which reads nothing
+                found[value].add(base_name(op))
+    return found
+
+
+def _facts(trace: Trace, value: int, readers: set[str]) -> Facts:
+    record = trace.values[value]
+    item_bytes = ITEM_BYTES.get(record.dtype, 0)
+    n_elements = prod(record.shape)
+    fills = item_bytes > 0 and n_elements * item_bytes == trace.value_bytes(value) > 0
+    until = max((s.released for s in record.saves), default=-1)
+    movable = (
+        fills
+        and bool(record.saves)
+        and record.op >= 0
+        and not trace.ops[record.op].backward
+        and record.lost >= until
+        and not record.pin.startswith(_UNMOVABLE)
+    )
+    kinds = _kinds(trace, value, readers) if movable else frozenset()
+    return Facts(movable, kinds, record.zeros, n_elements, item_bytes)
+
+
+def _kinds(trace: Trace, value: int, readers: set[str]) -> frozenset[str]:
+    record = trace.values[value]
+    op = trace.ops[record.op]
+    name = base_name(op)
+    found = {"float"} if record.dtype in _FLOATS else set()
+    if record.dtype == "bool":
+        found.add("bool")
+    if record.dtype in _FLOATS and _is_dropout_mask(trace, op):
+        found.add("two_valued")
+    if record.dtype == "int64" and name in _POOLS and value == op.outputs[1] and _plane(trace, op) <= _SHORT:
+        found.add("index")
+    if record.dtype in _FLOATS and name in _RELU:
+        found.add("zeros")
+        if name in _ONLY_RELU and readers <= _SIGN_READERS:
+            found.add("sign_only")
+    return frozenset(found)
+
+
+def _is_dropout_mask(trace: Trace, op: OpRecord) -> bool:
+    """Zeros and ones from Bernoulli, perhaps divided by the probability, as dropout does on a processor."""
+    if base_name(op) == "div_" and op.inputs:
+        made_by = trace.values[op.inputs[0]].op
+        return made_by >= 0 and base_name(trace.ops[made_by]).startswith("bernoulli")
+    return base_name(op).startswith("bernoulli")
+
+
+def _plane(trace: Trace, op: OpRecord) -> int:
+    """How many positions the indices of a pooling op tell apart: height times width, and depth."""
+    n_dims = 3 if "3d" in op.name else 2
+    return prod(trace.values[op.inputs[0]].shape[-n_dims:])

@@ -1,0 +1,66 @@
+"""What a machine has besides its device: links to places where tensors can wait, and what codecs cost on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The way from the device to a place and back.
+
+    Attributes:
+        to: Name of the holder at its other end, such as ``"host"`` or ``"disk"``.
+        out_bytes_per_s: Rate away from the device.
+        in_bytes_per_s: Rate back.
+        latency_s: What each transfer takes besides.
+        shared: Whether both directions share one rate, so that only one runs at a time.
+        granule: Bytes are moved in multiples of this.
+        device_bytes: Bytes of the device's memory that the link takes all along: staging buffers.
+
+    Example:
+        >>> Link("disk", out_bytes_per_s=1e9, in_bytes_per_s=2e9).seconds(10**9)
+        (1.0, 0.5)
+    """
+
+    to: str
+    out_bytes_per_s: float
+    in_bytes_per_s: float
+    latency_s: float = 0.0
+    shared: bool = False
+    granule: int = 1
+    device_bytes: int = 0
+
+    def seconds(self, n_bytes: int) -> tuple[float, float]:
+        """Time of one transfer, out and back."""
+        moved = -(-n_bytes // self.granule) * self.granule
+        return self.latency_s + moved / self.out_bytes_per_s, self.latency_s + moved / self.in_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class CodecCost:
+    """What planning must know of a codec; see ``memory.codecs`` for what it does.
+
+    Attributes:
+        name: Its registered name.
+        exact: Whether gradients are bit-identical under it.
+        needs: The fact about a value that it relies on.
+        payload_bits: Bits of an element afterwards; 0 where the dtype is kept.
+        side_bits: Bits for each element besides.
+        drops_zeros: Whether zeros are left out of the payload.
+        encode_s_per_byte: Time to encode, by the input's bytes.
+        decode_s_per_byte: Time to decode, by the output's bytes.
+        encode_temp_share: Bytes that encoding takes meanwhile, as a share of the input's.
+        decode_temp_share: Bytes that decoding takes meanwhile, as a share of the output's.
+    """
+
+    name: str
+    exact: bool
+    needs: str
+    payload_bits: float
+    side_bits: float = 0.0
+    drops_zeros: bool = False
+    encode_s_per_byte: float = 0.0
+    decode_s_per_byte: float = 0.0
+    encode_temp_share: float = 1.0
+    decode_temp_share: float = 1.0
