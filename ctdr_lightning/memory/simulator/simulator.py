@@ -26,7 +26,7 @@ from ctdr_lightning.memory.simulator.away import AwayEffect, away_effect, link_t
 from ctdr_lightning.memory.simulator.effect import Effect, effect_of
 from ctdr_lightning.memory.simulator.groups import Flags, Group, Groups
 from ctdr_lightning.memory.simulator.journal import Journal, Trial
-from ctdr_lightning.memory.simulator.timeline import Segments, Timeline, segments_of
+from ctdr_lightning.memory.simulator.timeline import Segments, Timeline, plain_bytes, segments_of
 from ctdr_lightning.memory.simulator.trace_index import index_of
 from ctdr_lightning.memory.simulator.transfers import Transfers, Trip, play, tick_seconds
 from ctdr_lightning.memory.traces.trace import Trace
@@ -68,22 +68,10 @@ class Simulator:
         for value in trace.saved:
             place = trace.values[value].storage
             self._ends[place] = max(self._ends[place], self.index.released[value])
-        self._bytes = self._plain_bytes()
+        self._bytes = plain_bytes(trace, self._ends)
         self._journal = Journal({}, 0.0)
         if actions:
             self.change(actions)
-
-    def _plain_bytes(self) -> np.ndarray:
-        n = self.trace.n_ticks
-        delta = np.zeros(n + 2, dtype=np.int64)
-        for storage, end in zip(self.trace.storages, self._ends, strict=True):
-            if storage.born >= 0:
-                delta[storage.born] += storage.n_bytes
-                delta[min(end, n) + 1] -= storage.n_bytes
-        live = np.cumsum(delta[:n]) + self.trace.resident_bytes
-        for op in self.trace.ops:
-            live[op.tick] += op.temp_bytes
-        return live
 
     @property
     def seconds(self) -> float:

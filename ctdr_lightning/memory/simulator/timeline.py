@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -94,3 +94,22 @@ def segments_of(steps: dict[int, int]) -> Segments:
         if level:
             found.append((first, end, level))
     return found
+
+
+def plain_bytes(trace: Trace, ends: Sequence[int]) -> np.ndarray:
+    """Live bytes at each tick where nothing is dropped; shape ``(n_ticks,)``.
+
+    Args:
+        trace: The recorded step.
+        ends: Last tick at which each storage is live.
+    """
+    n = trace.n_ticks
+    delta = np.zeros(n + 2, dtype=np.int64)
+    for storage, end in zip(trace.storages, ends, strict=True):
+        if storage.born >= 0:
+            delta[storage.born] += storage.n_bytes
+            delta[min(end, n) + 1] -= storage.n_bytes
+    live: np.ndarray = np.cumsum(delta[:n]) + trace.resident_bytes
+    for op in trace.ops:
+        live[op.tick] += op.temp_bytes
+    return live
