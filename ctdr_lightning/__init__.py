@@ -7,6 +7,8 @@ from typing import Any
 
 from ctdr_lightning.decomposition import Choices, Report, decompose, merge
 from ctdr_lightning.decomposition.layers.from_checkpoint import restore
+from ctdr_lightning.joint.budget_fit import BudgetFit
+from ctdr_lightning.joint.for_budget import fit_to_budget
 from ctdr_lightning.memory import (
     Budget,
     Plan,
@@ -26,6 +28,7 @@ __version__ = "0.1.0"
 _LAZY = {"CTDRCallback": "callback", "Recovery": "recovery"}
 __all__ = [
     "Budget",
+    "BudgetFit",
     "CTDRCallback",
     "Choices",
     "Plan",
@@ -37,6 +40,7 @@ __all__ = [
     "Timeline",
     "Trace",
     "decompose",
+    "fit_to_budget",
     "max_batch",
     "merge",
     "plan",

@@ -1,0 +1,190 @@
+"""One call from a memory budget to ranks and plan: the function twin of ``CTDRCallback(rank="auto")``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count, islice
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ctdr_lightning.basics.checks import real
+from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.basics.progress_bar import track
+from ctdr_lightning.basics.units import parse_bytes
+from ctdr_lightning.decomposition.choose.costs import OPTIMIZER_STATES
+from ctdr_lightning.decomposition.layers.surgery import replace_everywhere
+from ctdr_lightning.decomposition.report import LayerReport
+from ctdr_lightning.joint.budget_fit import BudgetFit, LayerCost
+from ctdr_lightning.joint.pricing import Pricer
+from ctdr_lightning.joint.proposals import RESOURCES, SHARES, Proposer
+from ctdr_lightning.joint.search import Candidate, Limits, Search
+from ctdr_lightning.joint.twins import unmoved
+from ctdr_lightning.memory.plans.actions import Recompute
+from ctdr_lightning.memory.plans.plan import Plan
+
+# Without a budget the ranks may cost so much: on five networks a KL below it cost at most 0.3 points of accuracy, or
+# 0.011 nats of a language model's loss, before any training.
+USUAL_LOSS = 0.005
+_N_BATCHES = 8
+
+
+def fit_to_budget(
+    model: nn.Module,
+    step: Callable[[Any, Any], Tensor],
+    batches: Iterable[Any],
+    memory_budget: int | float | str | None = None,
+    *,
+    max_slowdown: float = 1.0,
+    max_loss: float | None = None,
+    method: str = "auto",
+    select: str | Sequence[str] | None = None,
+    optimizer: str | Optimizer = "adam",
+    given: BudgetFit | None = None,
+    progress: bool = True,
+) -> BudgetFit:
+    """Choose ranks and memory plan together, and factorize the model in place.
+
+    Of the dense model and of allocations at several shares, each under its fastest plan, the one is taken whose outputs
+    are nearest to the dense ones and whose step fits the budget and is not too slow. Dense plus recomputation is one
+    of them. Modes, buffers, gradients and torch's random state are left as they were.
+
+    Args:
+        model: Trained and dense, in training mode, on its device.
+        step: From the model and a batch to a scalar loss; it must run the model it is given.
+        batches: Training batches; up to eight are used, all of the first one's shapes at best.
+        memory_budget: Bytes that a step's true peak may reach, weights, gradients and optimizer state included:
+            ``"8GiB"``, a number, or a fraction of the device's memory. None asks for the least peak within
+            ``max_loss``.
+        max_slowdown: Longest step, in dense steps.
+        max_loss: Largest mean KL of the outputs to the dense model's, in nats; without a budget 0.005.
+        method: Decomposition method, or ``"auto"``.
+        select: Patterns of the layers that may be factorized; None allows all.
+        optimizer: Whose state counts as memory: a name such as ``"adam"``, or the optimizer itself.
+        given: An earlier answer, perhaps edited: its choices are priced, planned and timed anew, nothing else is tried.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        What was chosen, what it costs, and what else was looked at. ``Tape(fit.plan)`` carries the plan out.
+
+    Raises:
+        ConfigError: When an argument cannot be used.
+        InfeasibleBudgetError: When nothing fits; it names the least peak and the KL at it.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+        >>> batches = [(torch.randn(32, 64), torch.randint(10, (32,))) for _ in range(2)]
+        >>> step = lambda net, batch: nn.functional.cross_entropy(net(batch[0]), batch[1])
+        >>> fit = fit_to_budget(net, step, batches, "1MiB", max_slowdown=4.0)
+        >>> fit.peak_bytes <= 2**20
+        True
+    """
+    begin_s = perf_counter()
+    limits = _limits(model, memory_budget, max_slowdown, max_loss)
+    drawn = list(islice(batches, _N_BATCHES))
+    if not drawn:
+        raise ConfigError("batches has no batch.", "Give a data loader, or a list of training batches.")
+    bar = track(count(), "choose", total=1 + len(RESOURCES) * len(SHARES), enabled=progress)
+    with unmoved(model):
+        pricer = Pricer(model, step, drawn[0], states_per_weight(optimizer))
+        proposer = Proposer(model, step, drawn[0], method=method, select=select)
+        search = Search(model, step, drawn, pricer, proposer, limits, lambda: next(bar))
+        try:
+            found = search.run() if given is None else search.given(given.choices)
+        finally:
+            bar.close()
+        found.model.zero_grad(set_to_none=True)
+    replace_everywhere(model, _swaps(model, found))
+    return _fit(found, search, pricer, limits, perf_counter() - begin_s)
+
+
+def states_per_weight(optimizer: str | Optimizer) -> float:
+    """Numbers that an optimizer keeps for each weight: 2 for Adam.
+
+    Args:
+        optimizer: A name, or an optimizer; one without state yet is tried on a dummy parameter.
+
+    Raises:
+        ConfigError: When the name is not known.
+    """
+    if isinstance(optimizer, str):
+        if optimizer not in OPTIMIZER_STATES:
+            raise ConfigError(
+                f"optimizer={optimizer!r} is not known.",
+                f"Valid names: {', '.join(OPTIMIZER_STATES)}; or give the optimizer itself.",
+            )
+        return float(OPTIMIZER_STATES[optimizer])
+    state = {p: entries for p, entries in optimizer.state.items() if entries}
+    if not state:
+        side = 64
+        dummy = nn.Parameter(torch.zeros(side, side))
+        dummy.grad = torch.zeros(side, side)
+        trial = type(optimizer)([dummy], **{k: v for k, v in optimizer.defaults.items() if k != "differentiable"})
+        trial.step()
+        state = {dummy: trial.state[dummy]}
+    kept = sum(t.numel() for entries in state.values() for t in entries.values() if isinstance(t, Tensor) and t.ndim)
+    return kept / max(sum(p.numel() for p in state), 1)
+
+
+def _limits(
+    model: nn.Module, memory_budget: int | float | str | None, max_slowdown: float, max_loss: float | None
+) -> Limits:
+    real("max_slowdown", max_slowdown, above=0)
+    if max_loss is not None:
+        real("max_loss", max_loss, least=0)
+    if memory_budget is None:
+        return Limits(None, max_slowdown, USUAL_LOSS if max_loss is None else max_loss)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    return Limits(parse_bytes(memory_budget, total_bytes=total), max_slowdown, max_loss)
+
+
+def _swaps(model: nn.Module, found: Candidate) -> dict[nn.Module, nn.Module]:
+    names = [row.name for row in found.report.factorized]
+    return {model.get_submodule(name): found.model.get_submodule(name) for name in names}
+
+
+def _fit(found: Candidate, search: Search, pricer: Pricer, limits: Limits, search_s: float) -> BudgetFit:
+    assert found.plan is not None
+    dense = search.considered[1.0, "dense"]
+    return BudgetFit(
+        choices=found.report.choices,
+        plan=found.plan,
+        loss=found.row.loss,
+        budget_bytes=limits.peak_bytes or 0,
+        max_slowdown=limits.slowdown,
+        dense_peak_bytes=dense.keep_peak_bytes,
+        keep_peak_bytes=found.row.keep_peak_bytes,
+        dense_s=pricer.dense.seconds,
+        seconds=found.row.seconds,
+        measured_slowdown=found.row.measured_slowdown,
+        measured_peak_bytes=found.measured_peak_bytes,
+        parameters_before=found.report.parameters_before,
+        parameters_after=found.report.parameters_after,
+        layers=tuple(_layer_cost(row, found, found.plan) for row in found.report.layers),
+        considered=tuple(search.considered.values()),
+        search_s=search_s,
+    )
+
+
+def _layer_cost(row: LayerReport, found: Candidate, plan: Plan) -> LayerCost:
+    inside = [d for d in plan.decisions if d.module == row.name or d.module.startswith(f"{row.name}.")]
+    saved = [d for d in inside if found.trace.values[d.value].saves]
+    dropped = [d for d in saved if isinstance(d.action, Recompute)]
+    return LayerCost(
+        name=row.name,
+        kind=row.kind,
+        method=row.method or "",
+        ranks=row.ranks,
+        parameters_before=row.parameters_before,
+        parameters_after=row.parameters_after,
+        error=0.0 if math.isnan(row.relative_error) else row.relative_error,
+        kept_bytes=sum(d.n_bytes for d in saved),
+        freed_bytes=sum(d.n_bytes for d in dropped),
+        recompute_s=math.fsum(d.seconds for d in dropped),
+        reason=row.reason,
+    )

@@ -1,0 +1,96 @@
+"""Two real steps timed in turns, the one under its plan, so that a busy machine slows both alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from ctdr_lightning.memory.plans.plan import Plan
+from ctdr_lightning.memory.tape.clock import now_s
+from ctdr_lightning.memory.tape.tape import Tape
+from ctdr_lightning.memory.values.live_bytes import PeakMeter
+
+# Three pairs tell a step that is a tenth too slow on one thread; more are run while they take under two seconds.
+_LEAST_PAIRS, _MOST_PAIRS, _LONG_S = 3, 9, 2.0
+
+
+@dataclass(frozen=True)
+class RealStep:
+    """A training step that can be run: forward and backward of one batch.
+
+    Args:
+        model: Its gradients are freed before each run.
+        forward: Gives the loss.
+        plan: What the tape carries out; None runs the step plainly.
+    """
+
+    model: nn.Module
+    forward: Callable[[], Tensor]
+    plan: Plan | None = None
+
+    def run(self) -> str:
+        """Run once; returns where the step differed from its plan, in words, empty where it did not."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        tape = Tape(self.plan) if self.plan is not None else None
+        with tape or nullcontext():
+            loss = self.forward()
+        loss.backward()
+        return tape.diverged if tape is not None else ""
+
+    def seconds(self) -> float:
+        """Time of one run."""
+        _synchronize()
+        start_s = now_s()
+        self.run()
+        _synchronize()
+        return now_s() - start_s
+
+    def peak_bytes(self) -> int:
+        """The largest memory of one run above what was there before it, new gradients included."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        if torch.cuda.is_available() and next(self.model.parameters()).is_cuda:
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            self.run()
+            return torch.cuda.max_memory_allocated() - before
+        with PeakMeter() as meter:
+            self.run()
+        return meter.live.peak
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What pairs of runs gave.
+
+    Attributes:
+        first_s: Median seconds of the first step.
+        second_s: Median seconds of the second.
+        ratio: Median over pairs of second over first.
+    """
+
+    first_s: float
+    second_s: float
+    ratio: float
+
+
+def in_turns(first: RealStep, second: RealStep) -> Turns:
+    """Time two steps in turns, after a run of each to warm up."""
+    first.run()
+    second.run()
+    pairs = [(first.seconds(), second.seconds()) for _ in range(_LEAST_PAIRS)]
+    while len(pairs) < _MOST_PAIRS and sum(map(sum, pairs)) < _LONG_S:
+        pairs.append((first.seconds(), second.seconds()))
+    firsts, seconds = zip(*pairs, strict=True)
+    return Turns(median(firsts), median(seconds), median(b / a for a, b in pairs))
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,76 @@
+"""Copies of a module that share its tensors: a candidate costs the memory of its factors alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from ctdr_lightning.decomposition.choose.choices import Choices
+from ctdr_lightning.decomposition.layers.factorized import factorized
+from ctdr_lightning.decomposition.layers.surgery import replace_everywhere, walk
+from ctdr_lightning.decomposition.shapes.layer_kinds import KINDS, kind_of
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def twin_of(model: M) -> M:
+    """A copy of a module's structure around the same parameters and buffers.
+
+    Args:
+        model: Any module; layers may be replaced in the copy, but a write to its tensors is a write to the model's.
+    """
+    shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
+    return copy.deepcopy(model, shared)
+
+
+def structure_of(model: M, choices: Choices) -> M:
+    """A twin whose layers have the shapes that choices say; the factors are not computed.
+
+    It serves a fake recording, which looks at shapes alone.
+
+    Args:
+        model: Dense.
+        choices: Checked against the model.
+    """
+    twin = twin_of(model)
+    wanted = choices.factorized
+    swaps: dict[nn.Module, nn.Module] = {}
+    for name, layer in walk(twin):
+        kind = kind_of(layer) if name in wanted else None
+        if kind is not None:
+            choice = wanted[name]
+            assert choice.method is not None
+            swaps[layer] = factorized(layer, KINDS[kind].geometry(layer), choice.method, choice.ranks)
+    replace_everywhere(twin, swaps)
+    return twin
+
+
+@contextmanager
+def unmoved(model: nn.Module) -> Iterator[None]:
+    """Put back buffers, modes, gradients and torch's random state when the block is left.
+
+    Gradients are taken off meanwhile, so that each step of the block starts as the first one does.
+    """
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    modes = [(module, module.training) for module in model.modules()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+    with torch.random.fork_rng(devices=devices):
+        try:
+            for parameter, _ in gradients:
+                parameter.grad = None
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+            for module, training in modes:
+                module.training = training
+            for parameter, gradient in gradients:
+                parameter.grad = gradient

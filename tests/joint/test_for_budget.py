@@ -1,0 +1,155 @@
+"""From a budget to ranks and plan. Limits of time are wide here: which step is faster is the machine's business."""
+
+import json
+
+import pytest
+import torch
+
+from ctdr_lightning import BudgetFit, Tape, decompose, fit_to_budget
+from ctdr_lightning.basics.errors import CheckpointError, ConfigError, InfeasibleBudgetError
+from ctdr_lightning.decomposition import FactorizedLayer
+from ctdr_lightning.joint import pricing, search
+from ctdr_lightning.joint.divergence import mean_kl, outputs_of
+from ctdr_lightning.joint.turns import RealStep
+from tests.joint import parts
+
+PATIENT = {"max_slowdown": 50.0, "progress": False}
+
+
+def n_factorized(net):
+    return sum(isinstance(layer, FactorizedLayer) for layer in net.modules())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_thoughts():
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (pricing, search):
+            patch.setattr(module, "PLANNING_S", 0.1)
+        yield
+
+
+@pytest.fixture(scope="module")
+def bounds():
+    """Peak of the dense step, and the least that recomputation alone reaches."""
+    wide = fit_to_budget(parts.network(), parts.step, parts.batches(), "1GiB", **PATIENT)
+    dense = parts.network()
+    least = fit_to_budget(dense, parts.step, parts.batches(), max_loss=0.0, **PATIENT)
+    return wide.dense_peak_bytes, least.peak_bytes
+
+
+def test_where_everything_fits_the_answer_is_the_dense_model_and_says_so():
+    net = parts.network()
+    fit = fit_to_budget(net, parts.step, parts.batches(), "1GiB", **PATIENT)
+    assert fit.is_dense
+    assert fit.plan.keeps_all
+    assert n_factorized(net) == 0
+    assert fit.loss == 0
+    assert "the dense model, nothing recomputed" in str(fit)
+
+
+def test_where_recomputation_is_enough_no_layer_is_touched(bounds):
+    dense, least = bounds
+    net = parts.network()
+    fit = fit_to_budget(net, parts.step, parts.batches(), (dense + least) // 2, **PATIENT)
+    assert fit.is_dense
+    assert not fit.plan.keeps_all
+    assert "the dense model, with recomputation" in str(fit)
+    assert fit.peak_bytes <= (dense + least) // 2
+
+
+def test_below_that_layers_are_factorized_and_the_true_peak_keeps_to_the_budget(bounds):
+    budget = round(0.9 * bounds[1])
+    net, data = parts.network(), parts.batches()
+    dense_outputs = outputs_of(net, parts.step, data)
+    fit = fit_to_budget(net, parts.step, data, budget, **PATIENT)
+    assert n_factorized(net) == len(fit.choices.factorized) > 0
+    assert fit.parameters_after == sum(p.numel() for p in net.parameters()) < fit.parameters_before
+    assert fit.measured_peak_bytes <= fit.peak_bytes * 1.001 <= budget * 1.001
+    assert fit.loss == pytest.approx(mean_kl(dense_outputs, outputs_of(net, parts.step, data)), rel=1e-3)
+    step = RealStep(net, lambda: parts.step(net, data[0]), fit.plan)
+    assert step.run() == ""
+    assert {row.outcome for row in fit.considered} >= {"chosen"}
+    for text in ("layer", "Parameters:", "predicted", "measured", "KL"):
+        assert text in str(fit)
+
+
+def test_nothing_of_the_model_moves_but_its_layers(bounds):
+    net, data = parts.network(), parts.batches()
+    statistics, random = net[1].running_mean.clone(), torch.get_rng_state()
+    fit_to_budget(net, parts.step, data, round(0.9 * bounds[1]), **PATIENT)
+    assert torch.equal(net[1].running_mean, statistics)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(p.grad is None for p in net.parameters())
+    assert all(module.training for module in net.modules())
+
+
+def test_an_answer_is_saved_loaded_edited_and_given_back(bounds, tmp_path):
+    net, data = parts.network(), parts.batches()
+    fit = fit_to_budget(net, parts.step, data, round(0.9 * bounds[1]), **PATIENT)
+    fit.to_json(tmp_path / "fit.json")
+    again = BudgetFit.from_json(tmp_path / "fit.json")
+    assert again.to_json() == fit.to_json()
+    assert str(again) == str(fit)
+    plain = json.loads(fit.to_json())
+    name = next(iter(fit.choices.factorized))
+    plain["choices"]["layers"][name] = {"decision": "dense", "reason": "by hand"}
+    edited = BudgetFit.from_json(json.dumps(plain))
+    other = parts.network()
+    given = fit_to_budget(other, parts.step, data, "1GiB", given=edited, **PATIENT)
+    assert set(given.choices.factorized) == set(fit.choices.factorized) - {name}
+    assert n_factorized(other) == len(fit.choices.factorized) - 1
+    decompose(parts.network(), choices=edited.choices, progress=False)
+    with Tape(given.plan):
+        loss = parts.step(other, data[0])
+    loss.backward()
+
+
+def test_a_damaged_answer_does_not_load():
+    net = parts.network()
+    plain = json.loads(fit_to_budget(net, parts.step, parts.batches(), "1GiB", **PATIENT).to_json())
+    for change in ({"loss": "much"}, {"choices": {}}, {"layers": [{"name": 3}]}, {"plan": {}}, {"more": 1}):
+        with pytest.raises(CheckpointError):
+            BudgetFit.from_json(json.dumps({**plain, **change}))
+    del plain["dense_s"]
+    with pytest.raises(CheckpointError):
+        BudgetFit.from_json(json.dumps(plain))
+
+
+def test_what_cannot_be_met_names_the_least_peak_and_the_loss_there():
+    net = parts.network()
+    with pytest.raises(InfeasibleBudgetError, match=r"least peak found is .* KL is") as found:
+        fit_to_budget(net, parts.step, parts.batches(), 1000, **PATIENT)
+    assert found.value.least_peak_bytes > 1000
+    assert n_factorized(net) == 0
+
+
+def test_too_little_time_is_said_with_the_time_that_it_takes(bounds):
+    dense, least = bounds
+    net = parts.network()
+    with pytest.raises(InfeasibleBudgetError, match="max_slowdown="):
+        fit_to_budget(net, parts.step, parts.batches(), (dense + least) // 2, max_slowdown=1e-6, progress=False)
+
+
+def test_without_a_budget_the_peak_is_least_within_the_loss(bounds):
+    net = parts.network()
+    fit = fit_to_budget(net, parts.step, parts.batches(), max_loss=10.0, **PATIENT)
+    assert fit.loss <= 10.0
+    assert fit.budget_bytes == 0
+    assert fit.peak_bytes < bounds[1] < bounds[0]
+
+
+def test_only_selected_layers_change():
+    net = parts.network()
+    fit = fit_to_budget(net, parts.step, parts.batches(), max_loss=10.0, select="!0", **PATIENT)
+    assert "0" not in fit.choices.factorized
+    assert not isinstance(net[0], FactorizedLayer)
+
+
+def test_arguments_that_cannot_be_used_are_refused():
+    net = parts.network()
+    with pytest.raises(ConfigError, match="no batch"):
+        fit_to_budget(net, parts.step, [], "1GiB", progress=False)
+    with pytest.raises(ConfigError, match="max_slowdown"):
+        fit_to_budget(net, parts.step, parts.batches(), "1GiB", max_slowdown=0.0)
+    with pytest.raises(ConfigError, match="max_loss"):
+        fit_to_budget(net, parts.step, parts.batches(), "1GiB", max_loss=-1.0)

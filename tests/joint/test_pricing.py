@@ -1,0 +1,56 @@
+"""A candidate's price without a run is what a run takes."""
+
+import pytest
+import torch
+
+from ctdr_lightning import decompose, record
+from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.joint.for_budget import states_per_weight
+from ctdr_lightning.joint.pricing import Pricer
+from ctdr_lightning.joint.twins import twin_of
+from ctdr_lightning.memory.simulator.simulator import Simulator
+from tests.joint import parts
+
+
+def priced(step=parts.step, n_states=2.0):
+    net, (batch,) = parts.network(), parts.batches(1)
+    return net, batch, Pricer(net, step, batch, n_states)
+
+
+@pytest.mark.parametrize("share", [0.6, 0.25])
+def test_bytes_are_those_of_a_real_recording(share):
+    net, batch, pricer = priced()
+    twin = twin_of(net)
+    report = decompose(twin, rank=share, progress=False)
+    found = pricer.trace(twin, report.choices)
+    twin.zero_grad()
+    real = record(lambda: parts.step(twin, batch)).with_static(pricer.state_bytes(twin))
+    assert [op.name for op in found.ops] == [op.name for op in real.ops]
+    assert Simulator(found).peak_bytes == Simulator(real).peak_bytes
+    assert pricer.state_bytes(twin) == 2 * sum(4 * p.numel() for p in twin.parameters())
+
+
+def test_a_step_that_needs_data_is_recorded_for_real():
+    def step(net, batch):
+        assert batch[0].sum().item() < 1e9  # tensors without data have no number to give
+        return parts.step(net, batch)
+
+    net, _, pricer = priced(step)
+    twin = twin_of(net)
+    report = decompose(twin, rank=0.5, progress=False)
+    assert Simulator(pricer.trace(twin, report.choices)).peak_bytes > 0
+
+
+@pytest.mark.parametrize(("kind", "states"), [("Adam", 2), ("SGD", 0), ("RMSprop", 1), ("Adagrad", 1)])
+def test_what_an_optimizer_keeps_is_found_out(kind, states):
+    weight = torch.nn.Parameter(torch.zeros(5, 5))
+    optimizer = getattr(torch.optim, kind)([weight], lr=0.1)
+    assert states_per_weight(optimizer) == states
+    weight.grad = torch.ones(5, 5)
+    optimizer.step()
+    assert states_per_weight(optimizer) == states
+
+
+def test_an_unknown_optimizer_is_refused():
+    with pytest.raises(ConfigError, match="Valid names: sgd"):
+        states_per_weight("lion")
