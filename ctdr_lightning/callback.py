@@ -27,7 +27,7 @@ from ctdr_lightning.trainer.surgeon import Surgeon
 from ctdr_lightning.trainer.training_step.device import peak_flops
 from ctdr_lightning.trainer.training_step.memory_stage import MemoryStage
 from ctdr_lightning.trainer.training_step.retry import is_out_of_memory
-from ctdr_lightning.trainer.training_step.step_runner import StepEngine
+from ctdr_lightning.trainer.training_step.step_runner import StepRunner
 
 STATE_VERSION = 2
 RankValue = float | int | str
@@ -93,7 +93,7 @@ class CTDRCallback(Callback):
             raise ConfigError("recovery is given, but nothing is decomposed.", "Give rank=, or leave recovery out.")
         self.coach = Coach(schedule, self.surgeon) if schedule is not None else None
         self.memory = MemoryStage(self.options)
-        self.engine = StepEngine()
+        self.engine = StepRunner()
         self.monitor = Monitor()
         self.reporter = Reporter(self.options.verbose, self.surgeon, self.memory, self.engine, self.monitor)
         self._hook: Any = None

@@ -23,6 +23,7 @@ from ctdr_lightning.memory.tape.online import Evictor
 from ctdr_lightning.memory.tape.tape import Tape
 from ctdr_lightning.memory.traces.trace import Trace
 from ctdr_lightning.memory.values.live_bytes import PeakMeter
+from ctdr_lightning.memory.values.op_traits import COLLECTIVE
 
 PATIENCE = 3
 Planner = Callable[[Trace], Plan]
@@ -67,6 +68,8 @@ class Session:
         events: What happened, in order, in words: plans made, divergences.
         reached_bytes: What the last aborted step is known to have taken, ``static_bytes`` included; 0 where nothing is
             known.
+        exchanged: Whether the last aborted step's forward exchanged data with other processes, or may have done so
+            where nothing is known of it.
         measured_peak_bytes: True peak of the last step that was metered, without ``static_bytes``; 0 before the first.
     """
 
@@ -81,6 +84,7 @@ class Session:
         self.events: list[str] = []
         self.measured_peak_bytes = 0
         self.reached_bytes = 0
+        self.exchanged = False
         self._planner = planner
         self.budget_bytes = budget_bytes
         self._static_bytes = static_bytes
@@ -143,6 +147,8 @@ class Session:
 
     def abort(self) -> None:
         """Leave everything that is installed; for any exception, and harmless otherwise."""
+        if self._current is not None:
+            self.exchanged = self._exchanges()
         if self._recorder is not None and self._recorder.evictor is not None:
             self.reached_bytes = self._static_bytes + self._recorder.evictor.live.peak
         elif self.plan is not None:
@@ -152,6 +158,13 @@ class Session:
                 installed.__exit__(RuntimeError, None, None)
         self._tape = self._recorder = None
         self._stop_meter()
+
+    def _exchanges(self) -> bool:
+        if self._recorder is not None:
+            return self._recorder.exchanged
+        if self.trace is None or (self._tape is not None and self._tape.diverged):
+            return True
+        return any(op.pin == COLLECTIVE and not op.backward for op in self.trace.ops)
 
     def replan(self, planner: Planner) -> None:
         """Make the plans again, from the traces there are, with another planner."""

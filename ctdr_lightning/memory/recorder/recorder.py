@@ -29,7 +29,7 @@ from ctdr_lightning.memory.tape.module_paths import ModulePaths
 from ctdr_lightning.memory.tape.online import Evictor, Online
 from ctdr_lightning.memory.traces.trace import Trace
 from ctdr_lightning.memory.values.batchnorm_again import ShortcutTimes
-from ctdr_lightning.memory.values.op_traits import pin_reason_of_types
+from ctdr_lightning.memory.values.op_traits import COLLECTIVE, pin_reason_of_types, traits
 from ctdr_lightning.memory.values.replay import materialize
 from ctdr_lightning.memory.values.tensors import tensors_in
 from ctdr_lightning.memory.values.value import Value
@@ -47,6 +47,9 @@ class Recorder(TorchDispatchMode):
         model: Device whose speed fake tensors are given; None means this machine's processor.
         root: The module that the trace's module paths start from; None lets each step find its own.
         evictor: Keeps the step under a budget meanwhile; None holds everything, as autograd does.
+
+    Attributes:
+        exchanged: Whether an op has exchanged data with other processes.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.log = StepLog()
+        self.exchanged = False
         self._model = model
         self.evictor = evictor
         self._table = ValueTable()
@@ -98,6 +102,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         backward = graph_task_id() != -1
         pin = pin_reason_of_types(tuple(types)) if types else ""
+        self.exchanged = self.exchanged or traits(func).pin == COLLECTIVE
         self.log.unit = self._table.unit = self._paths.unit
         clock = self._clock or self._choose_clock((*args, *kwargs.values()))
         self.log.tick += 1

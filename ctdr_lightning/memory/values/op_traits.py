@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ctdr_lightning.basics.torch_private import FakeTensor, OpOverload
 
-_COLLECTIVE = {"c10d", "_c10d_functional", "c10d_functional", "fsdp", "symm_mem", "_dtensor"}
+COLLECTIVE = "collective"
+_EXCHANGING = {"c10d", "_c10d_functional", "c10d_functional", "fsdp", "symm_mem", "_dtensor"}
 _UNINITIALISED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
 _RUNNING_STATS = ("running_mean", "running_var")
 _RESIZING = {"resize_", "resize_as_", "set_", "_resize_output_"}
@@ -66,8 +67,8 @@ class OpTraits:
 
     def _pin(self, full_name: str, random: bool) -> str:
         namespace, name = full_name.split("::")
-        if namespace in _COLLECTIVE:
-            return "collective"
+        if namespace in _EXCHANGING:
+            return COLLECTIVE
         if name in _UNINITIALISED:
             return "uninitialised memory"
         if name in _RESIZING:

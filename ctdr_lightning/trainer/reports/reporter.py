@@ -14,7 +14,7 @@ from ctdr_lightning.trainer.reports.monitor import Monitor, utilisation
 from ctdr_lightning.trainer.reports.out_of_memory import write_account
 from ctdr_lightning.trainer.surgeon import Surgeon
 from ctdr_lightning.trainer.training_step.memory_stage import MemoryStage
-from ctdr_lightning.trainer.training_step.step_runner import StepEngine
+from ctdr_lightning.trainer.training_step.step_runner import StepRunner
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Reporter:
     """
 
     def __init__(
-        self, verbose: bool, surgeon: Surgeon, memory: MemoryStage, engine: StepEngine, monitor: Monitor
+        self, verbose: bool, surgeon: Surgeon, memory: MemoryStage, engine: StepRunner, monitor: Monitor
     ) -> None:
         self._verbose = verbose
         self._surgeon, self._memory, self._engine, self._monitor = surgeon, memory, engine, monitor

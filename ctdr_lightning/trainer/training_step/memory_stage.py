@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -37,10 +37,8 @@ class MemoryStage:
         self._static_bytes = 0
         self._logged_events = 0
         self._shown_plan: Plan | None = None
-        self._first_trace: Trace | None = None
         self._tightened = False
         self._module: LightningModule | None = None
-        self._broadcast: Callable[[str], str] | None = None
 
     def prepare(self, trainer: Any, module: LightningModule) -> None:
         """Make the session, once the model is on its device; nothing where no memory is planned."""
@@ -52,15 +50,11 @@ class MemoryStage:
             total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
             self._budget_bytes = parse_bytes(self._options.memory_budget, total_bytes=total)
         resident = local_bytes((*module.parameters(), *module.buffers()))
-        self._broadcast = trainer.strategy.broadcast if trainer.world_size > 1 else None
         self.session = Session(self._plan, budget_bytes=self._budget_bytes, static_bytes=resident, root=module)
 
     def _plan(self, trace: Trace) -> Plan:
-        made = self._best(trace.with_static(self._static_bytes), self._budget_bytes)
-        first = self._first_trace is None or self._first_trace is trace
-        self._first_trace = self._first_trace or trace
-        # every rank's first step is planned at the same time; only then may ranks wait for each other
-        return Plan.from_json(self._broadcast(made.to_json())) if first and self._broadcast is not None else made
+        """The plan of this process alone: results do not depend on plans, and no process waits for another's."""
+        return self._best(trace.with_static(self._static_bytes), self._budget_bytes)
 
     def _best(self, trace: Trace, budget_bytes: int | None) -> Plan:
         if budget_bytes is None and self._options.policy == "auto" and self._module is not None:

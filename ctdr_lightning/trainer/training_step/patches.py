@@ -46,17 +46,59 @@ def _named_like(inner: Callable[..., Any], outer: Any) -> Callable[..., Any]:
     return functools.wraps(inner)(call)
 
 
-def hide_bookkeeping(patches: Patches, module: nn.Module) -> None:
+class LogCalls:
+    """Counts the calls of ``log`` in a step, so that a step that is run again logs nothing twice.
+
+    Attributes:
+        computed: Whether a metric was computed in the step, for which processes exchange their states.
+    """
+
+    def __init__(self) -> None:
+        self._made = self._skipped = 0
+        self.computed = False
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._made = self._skipped = 0
+        self.computed = False
+
+    def repeat(self) -> None:
+        """The step begins again: what the tries before have logged is not logged once more."""
+        self._skipped, self._made = max(self._skipped, self._made), 0
+
+    def counted(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """A ``log`` that is counted and, in a step that is run again, left out where it was called before."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._made += 1
+            if self._made > self._skipped:
+                with no_dispatch_modes():
+                    return inner(*args, **kwargs)
+            return None
+
+        return call
+
+    def noted(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """A metric's ``compute`` that is noted."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.computed = True
+            return inner(*args, **kwargs)
+
+        return _unseen(call)
+
+
+def hide_bookkeeping(patches: Patches, module: nn.Module, calls: LogCalls) -> None:
     """Let logs and metrics run unseen by recorder and tape.
 
     Lightning and torchmetrics run other tensor ops in an epoch's first step than in later ones; planned, they would
     make every such step differ from its plan. No gradient goes through them.
     """
-    patches.put(module, "log", _unseen)
+    patches.put(module, "log", calls.counted)
     for metric in module.modules():
         if isinstance(metric, Metric):
-            for name in ("forward", "update", "compute"):
-                patches.put(metric, name, _unseen)
+            for name, make in (("forward", _unseen), ("update", _unseen), ("compute", calls.noted)):
+                patches.put(metric, name, make)
 
 
 def _unseen(inner: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,25 +1,28 @@
-"""A step that ran out of memory is run again, under a tighter plan, as if the first try had never been.
+"""A step that ran out of memory is run again under a tighter plan as if the first try had never been, or not at all.
 
-The retry starts from the same random state and the same buffers. Gradients must not have been there before (the first
-micro-batch of an accumulation): what a failed backward has added to older ones cannot be told apart. Under DDP a failed
-backward is not retried, because the other ranks are waiting in its collectives.
+What the step can reach is put back as it was: tensors, attributes, containers, random generators, gradients. Where
+something changed that cannot be put back, where an optimizer has stepped, or where other processes took part, the
+original error is raised with the reason.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torchmetrics import Metric
+from lightning.pytorch import LightningModule
+from torch import Tensor
 
-from ctdr_lightning.trainer.training_step.patches import Patches
+from ctdr_lightning.memory import Session
+from ctdr_lightning.trainer.modules import overrides
+from ctdr_lightning.trainer.training_step.patches import LogCalls
+from ctdr_lightning.trainer.training_step.snapshot import Gradients, Snapshot
+from ctdr_lightning.trainer.training_step.write_guard import CannotRepeatError, WriteGuard
 
+# Each try has a fifth less: 0.8 ** 7 is a fifth of the first budget, beyond which no plan was ever found.
 MAX_TRIES = 8
-_SMALL = 2**16
 _SIGNS = (
     "can't allocate memory",
     "not enough memory",
@@ -28,6 +31,8 @@ _SIGNS = (
     "Cannot allocate memory",
     "could not create a primitive",
 )
+_BETWEEN = ("on_before_zero_grad", "on_before_backward", "optimizer_zero_grad")
+Run = Callable[[], Any]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -37,55 +42,171 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
-class Before:
-    """Random state, small buffers and gradients as they were before a step.
-
-    Large buffers (masks, tables) are not copied: layers do not write them in a step.
+class Retry:
+    """Runs forward and backward of one step after another, and runs them again where memory ran out.
 
     Args:
-        module: The module whose step is about to run.
+        session: Leaves a failed step, and knows whether its ops exchange data with other processes.
+        tighten: Called with the message of the error before the step is run again.
+        calls: Counts what the step logs.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._buffers = [b for b in module.buffers() if b.numel() <= _SMALL]
-        self._copies = [b.detach().clone() for b in self._buffers]
-        self._random = torch.get_rng_state()
-        self._devices = sorted({p.device.index or 0 for p in module.parameters() if p.is_cuda})
-        self._cuda = [torch.cuda.get_rng_state(d) for d in self._devices]
-        self.had_gradients = any(p.grad is not None for p in module.parameters())
+    def __init__(self, session: Session, tighten: Callable[[str], None], calls: LogCalls) -> None:
+        self._session, self._tighten, self._calls = session, tighten, calls
+        self._written: set[str] = set()
+        self._snapshot: Snapshot | None = None
+        self._forward: Run | None = None
+        self._loss: Tensor | None = None
+        self._module: LightningModule | None = None
+        self._began = ""
+        self._guard: WriteGuard | None = None
 
-    def put_back(self) -> None:
-        """Undo what the failed try has left."""
-        with torch.no_grad():
-            for buffer, copy in zip(self._buffers, self._copies, strict=True):
-                buffer.copy_(copy)
-        if not self.had_gradients:
-            for parameter in self._module.parameters():
-                parameter.grad = None
-        self.reset_random()
-        if self._devices:
-            torch.cuda.empty_cache()
+    def forward(self, module: LightningModule, run: Run, inputs: Any) -> Any:
+        """Run ``training_step``.
 
-    def reset_random(self) -> None:
-        """Take the random state back to before the step."""
-        torch.set_rng_state(self._random)
-        for device, state in zip(self._devices, self._cuda, strict=True):
-            torch.cuda.set_rng_state(state, device)
+        Args:
+            module: The module, attached to its trainer.
+            run: The wrapped step.
+            inputs: Its arguments.
+
+        Raises:
+            OutOfMemoryError: The step's own, or the CPU allocator's RuntimeError, where it cannot be repeated or every
+                try has failed.
+        """
+        self._module, self._forward, self._began, self._guard = module, run, "", None
+        self._calls.begin()
+        optimizers = module.trainer.optimizers
+        roots = {"module": module, "batch": inputs, "optimizers": optimizers}
+        with self._watched(optimizers) if not module.automatic_optimization else nullcontext():
+            self._snapshot = Snapshot(roots, self._written)  # with the watching hooks in place, which it would take off
+            output = self._until_it_fits(run)
+        self._snapshot.learn()
+        self._snapshot.forget_gradients()
+        loss = loss_of(output)
+        self._loss = loss.detach().clone() if loss is not None else None
+        return output
+
+    def backward(self, module: LightningModule, inner: Callable[..., None], loss: Tensor) -> None:
+        """Run ``backward``; where it fails, forward and backward.
+
+        Args:
+            module: The module.
+            inner: From the loss, as the trainer has scaled it, to nothing.
+            loss: That loss.
+        """
+        old, forward, snapshot = self._loss, self._forward, self._snapshot
+        if not module.automatic_optimization or old is None or forward is None or snapshot is None:
+            self._began = self._began or ("its backward" if module.trainer.world_size > 1 else "")
+            inner(loss)
+            return
+        given = loss.detach().clone()
+        snapshot.gradients = Gradients(snapshot.reach.tensors)
+
+        def run() -> None:
+            inner(loss)
+
+        def again() -> None:
+            repeated = loss_of(forward())
+            assert repeated is not None
+            inner(scaled_like(repeated, old, given))
+
+        self._until_it_fits(run, again, _hooks_between(module), freed=loss)
+
+    def done(self) -> None:
+        """The step is over: what was there before it may be freed."""
+        self._snapshot = self._forward = self._loss = self._module = None
+
+    def _until_it_fits(
+        self, run: Run, again: Run | None = None, hindrance: str = "", freed: Tensor | None = None
+    ) -> Any:
+        try:
+            return run()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = self._hindrance(in_backward=again is not None) or hindrance
+            if reason:
+                raise self._explained(error, reason)  # noqa: B904  it is the same error
+            first = error.with_traceback(None)  # its frames would keep the failed try alive
+            first.__context__ = first.__cause__ = None
+        del run
+        return self._repeat(again, first, freed) if again is not None else self._repeat(self._run_again, first, freed)
+
+    def _run_again(self) -> Any:
+        assert self._forward is not None
+        return self._forward()
+
+    def _repeat(self, run: Run, error: BaseException, freed: Tensor | None) -> Any:
+        snapshot = self._snapshot
+        assert snapshot is not None
+        for left in reversed(range(MAX_TRIES - 1)):
+            free(freed)
+            self._session.abort()
+            snapshot.put_back()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+            self._tighten(_first_line(error))
+            self._calls.repeat()
+            try:
+                self._guard = WriteGuard(snapshot.copied, snapshot.drawn_from)
+                with self._guard:
+                    return run()
+            except CannotRepeatError as refusal:
+                reason = str(refusal)
+            except (RuntimeError, MemoryError) as another:
+                reason = ""
+                if not is_out_of_memory(another) or not left:
+                    raise
+                reason = snapshot.cannot_be_put_back()
+            if reason:
+                raise self._explained(error, reason)
+        raise AssertionError("unreachable")
+
+    def _hindrance(self, *, in_backward: bool) -> str:
+        assert self._module is not None
+        assert self._snapshot is not None
+        if self._module.trainer.world_size > 1:
+            if in_backward or self._began or self._calls.computed or self._session.exchanged:
+                return "other processes take part in what failed, and wait for this one"
+        elif self._began:
+            return self._began
+        return self._snapshot.cannot_be_put_back()
+
+    def _explained(self, error: BaseException, reason: str) -> BaseException:
+        assert self._module is not None
+        trainer = self._module.trainer
+        rank = f" on rank {trainer.global_rank} of {trainer.world_size}" if trainer.world_size > 1 else ""
+        said = f"CTDR: memory ran out{rank}, and the step cannot be run again as if nothing had been: {reason}."
+        error.args = (f"{error}\n{said}\nHINT: a smaller memory_budget or a smaller batch.",)
+        return error
+
+    @contextmanager
+    def _watched(self, optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
+        """Under manual optimization: notice when an optimizer begins to step."""
+
+        def begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            self._began = f"{type(optimizer).__name__} has begun to step in it"
+            if self._guard is not None:  # the first try never came to this: all that follows happens once
+                self._guard.watching = False
+
+        handles = [optimizer.register_step_pre_hook(begins) for optimizer in optimizers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
-def attempt(run: Callable[[], Any]) -> tuple[Any, str]:
-    """Run, and turn a lack of memory into its message; the error itself would keep the failed try alive.
+def _hooks_between(module: LightningModule) -> str:
+    """Names the hooks of the user that run between forward and backward, which a repeated step would leave out."""
+    trainer: Any = module.trainer
+    owners = [module, *trainer.callbacks]
+    found = [f"{type(o).__name__}.{name}" for o in owners for name in _BETWEEN if overrides(o, name)]
+    return f"{found[0]} runs between its forward and its backward" if found else ""
 
-    Returns:
-        The result and an empty string, or None and the message.
-    """
-    try:
-        return run(), ""
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return None, str(error).splitlines()[0] or "out of memory"
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or ["out of memory"])[0]
 
 
 def loss_of(output: Any) -> Tensor | None:
@@ -108,29 +229,7 @@ def scaled_like(loss: Tensor, old: Tensor, given: Tensor) -> Tensor:
     return loss * round(ratio)
 
 
-def free(losses: Iterable[Tensor]) -> None:
-    """Let go of the graphs behind losses that others still hold."""
-    for loss in losses:
-        if loss.grad_fn is not None:
-            loss.detach_()
-
-
-@contextmanager
-def unheard(module: nn.Module) -> Iterator[None]:
-    """While a step is repeated, its logging and its metrics, which the first try has already done, do nothing."""
-    metrics = [m for m in module.modules() if isinstance(m, Metric)]
-    states = [copy.deepcopy(vars(m)) for m in metrics]
-    patches = Patches()
-    for name in ("log", "log_dict"):
-        if hasattr(module, name):
-            patches.put(module, name, lambda _: _say_nothing)
-    try:
-        yield
-    finally:
-        patches.undo()
-        for metric, state in zip(metrics, states, strict=True):
-            vars(metric).update(state)
-
-
-def _say_nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands in for ``log`` while a step is repeated."""
+def free(loss: Tensor | None) -> None:
+    """Let go of the graph behind a loss that the trainer still holds."""
+    if loss is not None and loss.grad_fn is not None:
+        loss.detach_()

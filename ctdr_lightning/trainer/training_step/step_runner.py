@@ -13,13 +13,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from ctdr_lightning.memory import Session, signature_of
 from ctdr_lightning.memory.values.live_bytes import PeakMeter, tell_trackers
 from ctdr_lightning.trainer.modules import is_compiled
-from ctdr_lightning.trainer.training_step import retry as rescue
-from ctdr_lightning.trainer.training_step.patches import Patches, hide_bookkeeping
+from ctdr_lightning.trainer.training_step.patches import LogCalls, Patches, hide_bookkeeping
+from ctdr_lightning.trainer.training_step.retry import Retry
 
 _WRAPPED = ("training_step", "backward")
 
 
-class StepEngine:
+class StepRunner:
     """Wraps ``training_step`` and ``backward`` as instance attributes between `attach` and `release`.
 
     Attributes:
@@ -47,9 +47,7 @@ class StepEngine:
         self._meter: PeakMeter | None = None
         self._module: LightningModule | None = None
         self._patches = Patches()
-        self._before: rescue.Before | None = None
-        self._repeat: Callable[[], Any] | None = None
-        self._loss: Tensor | None = None
+        self._retry: Retry | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -66,12 +64,14 @@ class StepEngine:
         for name, run in zip(_WRAPPED, (self._run, self._backward), strict=True):
             self._patches.put(module, name, functools.partial(functools.partial, run, module))
         if self.session is not None:
-            hide_bookkeeping(self._patches, module)
+            calls = LogCalls()
+            hide_bookkeeping(self._patches, module, calls)
+            self._retry = Retry(self.session, self.tighten, calls) if self.tighten is not None else None
 
     def release(self) -> None:
         """Undo `attach` and end a step that is under way."""
         self._abort()
-        self._before = self._repeat = self._loss = None
+        self._retry = None
         self._module = None
         self._patches.undo()
 
@@ -79,19 +79,16 @@ class StepEngine:
         """The backward is over; may be called more than once."""
         if self._module is None:
             return
+        if self._retry is not None:
+            self._retry.done()
         if self.session is not None:
             self.session.end()
         self._stop_meter()
 
     def _run(self, module: LightningModule, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        run = functools.partial(self._forward, module, functools.partial(inner, *args, **kwargs), (args, kwargs))
-        if self.tighten is None or self.session is None:
-            return run()
-        self._before, self._repeat = rescue.Before(module), run
-        output = self._insist(run)
-        loss = rescue.loss_of(output)
-        self._loss = loss.detach().clone() if loss is not None else None
-        return output
+        inputs = (args, kwargs)
+        run = functools.partial(self._forward, module, functools.partial(inner, *args, **kwargs), inputs)
+        return run() if self._retry is None else self._retry.forward(module, run, inputs)
 
     def _forward(self, module: LightningModule, inner: Callable[[], Any], inputs: Any) -> Any:
         step = inner if self.around is None else functools.partial(self.around, module, inner)
@@ -105,41 +102,16 @@ class StepEngine:
             self.session.forward_done()
         return output
 
-    def _insist(self, run: Callable[[], Any]) -> Any:
-        for _ in range(rescue.MAX_TRIES - 1):
-            output, message = rescue.attempt(run)
-            if not message:
-                return output
-            self._give_way(message)
-        return run()
-
-    def _give_way(self, message: str) -> None:
-        assert self._before is not None
-        assert self.tighten is not None
-        self._abort()
-        self._before.put_back()
-        self.tighten(message)
-
     def _backward(
         self, module: LightningModule, inner: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any
     ) -> None:
-        repeat, before, old = self._repeat, self._before, self._loss
-        if repeat is None or before is None or old is None or before.had_gradients or module.trainer.world_size > 1:
+        def run(loss: Tensor) -> None:
             inner(loss, *args, **kwargs)
-            return
-        given = loss.detach().clone()
-        for _ in range(rescue.MAX_TRIES):
-            _, message = rescue.attempt(functools.partial(inner, loss, *args, **kwargs))
-            if not message:
-                return
-            rescue.free([loss])
-            self._give_way(message)
-            with rescue.unheard(module):
-                again = rescue.loss_of(self._insist(repeat))
-            assert again is not None
-            loss = rescue.scaled_like(again, old, given)
-            del again
-        inner(loss, *args, **kwargs)
+
+        if self._retry is None:
+            run(loss)
+        else:
+            self._retry.backward(module, run, loss)
 
     def _begin(self, module: LightningModule, inputs: Any) -> None:
         if self.counting:
