@@ -42,7 +42,7 @@ def plan(
             nearest remedy.
     """
     limits = resolve_budget(budget, trace.device)
-    chosen = POLICIES[policy] if isinstance(policy, str) else policy
+    chosen = (POLICIES[policy] if isinstance(policy, str) else policy) if trace.ops else _nothing
     name = policy if isinstance(policy, str) else getattr(policy, "__name__", "custom")
     try:
         made = make_plan(trace, chosen(trace, limits), name, limits)
@@ -61,9 +61,14 @@ def plan(
 def _infeasible(trace: Trace, limits: Budget, policy: str, least_bytes: int, asked: Any) -> InfeasibleBudgetError:
     """The error, with the plan of the default policy, which looks at every other's, to compare with."""
     assert limits.peak_bytes is not None
-    best = make_plan(trace, POLICIES["auto"](trace, limits), "auto", limits)
+    best = make_plan(trace, (POLICIES["auto"] if trace.ops else _nothing)(trace, limits), "auto", limits)
     words = "" if isinstance(asked, Budget) else as_given(asked, limits.peak_bytes)
     return infeasible(trace, best, limits.peak_bytes, policy, least_bytes, words)
+
+
+def _nothing(trace: Trace, budget: Budget) -> Actions:
+    """The plan of a step without any op, such as one that returns no loss: no policy has to know of it."""
+    return {}
 
 
 def resolve_budget(budget: int | float | str | Budget | None, device: str) -> Budget:

@@ -119,7 +119,9 @@ class Search:
         in_vain = 0
         self._moves.load(self.frontier.least.state)
         while in_vain < FRUITLESS_KICKS and not enough(self.frontier.least) and not self.done():
-            if self._descend(self._scaled(self.frontier.least.peak_bytes, LOWER_PEAK_BY)):
+            least = self.frontier.least.peak_bytes
+            lower = self._scaled(least, LOWER_PEAK_BY)
+            if lower < least and self._descend(lower):
                 continue
             in_vain += 1
             self._moves.load(self.frontier.least.state)
