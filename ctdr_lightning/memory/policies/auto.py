@@ -41,6 +41,8 @@ def auto(trace: Trace, budget: Budget) -> Actions:
     """
     if budget.seconds is None and budget.peak_bytes is None:
         return {}
+    if budget.seconds is None and budget.peak_bytes is not None and _plain_peak_bytes(trace) <= budget.peak_bytes:
+        return {}
     search = _search(trace, budget)
     others = list(_plans_of_others(trace, budget))
     if budget.seconds is not None:
@@ -63,6 +65,10 @@ def _search(trace: Trace, budget: Budget) -> Search:
     allowance = patience * max(WORK_AT_LEAST, WORK_PER_OP * len(trace.ops))
     stop_s = time.thread_time() + budget.time_limit_s * (1 + len(trace.ops) / OPS_PER_TIME_LIMIT)
     return Search(trace, budget.seed, allowance, lambda: time.thread_time() > stop_s)
+
+
+def _plain_peak_bytes(trace: Trace) -> int:
+    return Simulator(trace).peak_bytes
 
 
 def _plans_of_others(trace: Trace, budget: Budget) -> Iterator[Actions]:

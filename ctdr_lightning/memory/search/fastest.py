@@ -33,6 +33,7 @@ class Fastest:
         trace: The step.
         search: Where plans are tried.
         limit_bytes: Largest peak, weights included.
+        bound_s: ``lower_bound_seconds(trace, limit_bytes)`` where that is known.
 
     Attributes:
         bound_s: No plan under the peak is faster.
@@ -41,11 +42,11 @@ class Fastest:
         ``Fastest(trace, Search(trace), limit).run().seconds``
     """
 
-    def __init__(self, trace: Trace, search: Search, limit_bytes: int) -> None:
+    def __init__(self, trace: Trace, search: Search, limit_bytes: int, bound_s: float | None = None) -> None:
         self._trace = trace
         self._search = search
         self._limit = limit_bytes
-        self.bound_s = lower_bound_seconds(trace, limit_bytes)
+        self.bound_s = lower_bound_seconds(trace, limit_bytes) if bound_s is None else bound_s
 
     @property
     def found(self) -> Point | None:
@@ -66,9 +67,9 @@ class Fastest:
         search.allow(ROUNDED_SHARE)
         self.start()
         search.allow(RIVALS_SHARE)
-        self._polish(rivals)
+        self.polish(rivals)
         if self.found is None:
-            self._polish([{}, dict.fromkeys(sorted(self._trace.droppable), RECOMPUTE_EACH)])
+            self.polish([{}, dict.fromkeys(sorted(self._trace.droppable), RECOMPUTE_EACH)])
         if self.found is None:
             search.allow(DEEPEN_SHARE)
             search.deepen(lambda point: point.peak_bytes <= self._limit)
@@ -78,17 +79,18 @@ class Fastest:
         search.improve(self._limit, lambda: self.within(SMALL_GAP))
         return self.found or search.frontier.least
 
-    def start(self, margins: Iterable[float] = MARGINS) -> None:
-        """Round the relaxation at a few budgets and polish each plan."""
+    def start(self, margins: Iterable[float] = MARGINS, gap: float = NO_GAP) -> None:
+        """Round the relaxation at budgets lower by these margins; polish each plan, until the gap is so small."""
         if self.bound_s < float("inf"):
-            self._polish(relaxed_plans(self._trace, self._search.plain_bytes, self._limit, margins, THRESHOLDS))
+            self.polish(relaxed_plans(self._trace, self._search.plain_bytes, self._limit, margins, THRESHOLDS), gap)
 
-    def _polish(self, starts: Iterable[Actions]) -> None:
-        if self.within(NO_GAP) or self._search.done():
+    def polish(self, starts: Iterable[Actions], gap: float = NO_GAP) -> None:
+        """Polish plans, until the gap is so small or the allowed work is done."""
+        if self.within(gap) or self._search.done():
             return
         for actions in starts:
             self._search.polish(actions, self._limit)
-            if self.within(NO_GAP) or self._search.done():
+            if self.within(gap) or self._search.done():
                 return
 
 

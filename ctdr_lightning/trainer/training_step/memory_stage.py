@@ -15,6 +15,7 @@ from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.units import GIB, format_bytes, parse_bytes
 from ctdr_lightning.joint.promise import promise
 from ctdr_lightning.memory import Plan, Session, Trace, plan, simulate
+from ctdr_lightning.memory.many_shapes import ManyShapes
 from ctdr_lightning.memory.values.tensors import storage_bytes
 from ctdr_lightning.trainer.modules import overrides
 from ctdr_lightning.trainer.options import CallbackOptions
@@ -32,6 +33,7 @@ class MemoryStage:
 
     def __init__(self, options: CallbackOptions) -> None:
         self._options = options
+        self._shapes = ManyShapes(plan)
         self.session: Session | None = None
         self._budget_bytes: int | None = None
         self._static_bytes = 0
@@ -60,6 +62,8 @@ class MemoryStage:
         if budget_bytes is None and self._options.policy == "auto" and self._module is not None:
             return promise(trace, self._module, self._options.max_slowdown)
         try:
+            if budget_bytes is not None and self._options.policy == "auto":
+                return self._shapes(trace, budget_bytes)
             return plan(trace, budget_bytes, self._options.policy)
         except InfeasibleBudgetError as error:
             if not self._tightened or budget_bytes is None or error.least_peak_bytes <= budget_bytes:

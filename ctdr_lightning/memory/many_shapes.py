@@ -1,0 +1,122 @@
+"""One plan for many shapes: steps that differ in sizes alone share the actions of the first that was planned.
+
+Batches of 60 sequence lengths are 60 kinds of steps. Their traces have one structure, so that the actions of one carry
+over to another by the order of the ops. The simulator judges them on the new sizes; they are taken where they fit and
+are within 2 % of the new step's own lower bound, polished where they are not, and only where that fails is the step
+planned by itself.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from ctdr_lightning.memory.bounds.lower_bound import lower_bound_seconds
+from ctdr_lightning.memory.plans.actions import Actions
+from ctdr_lightning.memory.plans.plan import Plan
+from ctdr_lightning.memory.search.fastest import Fastest
+from ctdr_lightning.memory.search.local_search import Search
+from ctdr_lightning.memory.search.transfer import structure_of, transferred
+from ctdr_lightning.memory.simulator.simulator import simulate
+from ctdr_lightning.memory.traces.trace import Trace
+
+# A transferred plan may be this much slower than the bound, and so than any plan of the step's own. Where the plan that
+# it came from is itself further from its bound, as the bound is loose there, a polished one may be this much further.
+GOOD_ENOUGH, FURTHER = 0.02, 0.01
+# Plans remembered over all structures; of 60 lengths the nearest of 16 is at most two lengths away.
+MOST_REMEMBERED = 16
+# Work on polishing a transferred plan: a tenth of what the search of a small net may do.
+POLISH_WORK = 40_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A plan that was made: for which structure, how large its step is, its actions, its distance to the bound."""
+
+    structure: Hashable
+    plain_peak_bytes: int
+    actions: Actions
+    gap: float
+
+
+class ManyShapes:
+    """Plans steps of many shapes under one limit of bytes; remembers a few plans, no traces.
+
+    Args:
+        planner: Plans a step by itself.
+        policy: Name that plans which are transferred bear.
+
+    Attributes:
+        counts: How many steps were kept plain, had another's plan, had it polished, or were planned by themselves.
+
+    Example:
+        >>> shapes = ManyShapes(lambda trace, limit: plan(trace, limit))      # doctest: +SKIP
+        >>> plans = [shapes(trace, 2**30) for trace in traces]                # doctest: +SKIP
+    """
+
+    def __init__(self, planner: Callable[[Trace, int], Plan], policy: str = "auto") -> None:
+        self._planner = planner
+        self._policy = policy
+        self._known: OrderedDict[Hashable, _Known] = OrderedDict()
+        self.counts = {"plain": 0, "transferred": 0, "polished": 0, "searched": 0}
+
+    @property
+    def n_remembered(self) -> int:
+        """How many plans are remembered now."""
+        return len(self._known)
+
+    def __call__(self, trace: Trace, limit_bytes: int) -> Plan:
+        """Plan a step.
+
+        Args:
+            trace: The recorded step.
+            limit_bytes: Largest peak, weights included.
+
+        Raises:
+            InfeasibleBudgetError: Where the planner finds nothing that fits.
+        """
+        plain = simulate(trace)
+        if plain.peak_bytes <= limit_bytes:
+            self.counts["plain"] += 1
+            return Plan(self._policy, plain, limit_bytes, trace.seconds)
+        structure = structure_of(trace)
+        nearest = self._nearest(structure, plain.peak_bytes)
+        made = None if nearest is None else self._adapted(trace, limit_bytes, nearest)
+        if made is None:
+            made = self._planner(trace, limit_bytes)
+            self.counts["searched"] += 1
+        self._remember(_Known(structure, plain.peak_bytes, made.actions, made.gap))
+        return made
+
+    def _adapted(self, trace: Trace, limit_bytes: int, known: _Known) -> Plan | None:
+        """Another step's actions as they are, or polished; None where both are too slow or do not fit."""
+        bound_s = lower_bound_seconds(trace, limit_bytes)
+        actions, gap = transferred(known.actions, trace), max(GOOD_ENOUGH, known.gap + FURTHER)
+        timeline = simulate(trace, actions)
+        if timeline.peak_bytes <= limit_bytes and timeline.seconds <= bound_s * (1 + GOOD_ENOUGH):
+            self.counts["transferred"] += 1
+            return Plan(self._policy, timeline, limit_bytes, bound_s)
+        search = Search(trace, allowance=POLISH_WORK)
+        attempt = Fastest(trace, search, limit_bytes, bound_s)
+        attempt.polish([actions], gap)
+        attempt.start((0.0,), gap)
+        if attempt.found is None or not attempt.within(gap):
+            return None
+        self.counts["polished"] += 1
+        return Plan(self._policy, simulate(trace, search.frontier.actions(attempt.found)), limit_bytes, bound_s)
+
+    def _nearest(self, structure: Hashable, plain_peak_bytes: int) -> _Known | None:
+        """The plan of the step that is closest in size; a larger one rather than a smaller, since it fits."""
+        alike = [known for known in self._known.values() if known.structure == structure]
+        return min(alike, key=lambda k: _distance(k.plain_peak_bytes, plain_peak_bytes), default=None)
+
+    def _remember(self, known: _Known) -> None:
+        self._known[known.structure, known.plain_peak_bytes] = known
+        while len(self._known) > MOST_REMEMBERED:
+            self._known.popitem(last=False)
+
+
+def _distance(known_bytes: int, wanted_bytes: int) -> float:
+    """A plan for a smaller step counts as twice as far: it has to drop more before it fits."""
+    return max(known_bytes - wanted_bytes, 2 * (wanted_bytes - known_bytes))

@@ -1,0 +1,65 @@
+"""One plan for many shapes: within the budget, near a plan of its own, few searches, no trace kept alive."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from benchmarks.nets import Attention
+from ctdr_lightning.basics.errors import InfeasibleBudgetError
+from ctdr_lightning.memory import plan, record_fake, simulate
+from ctdr_lightning.memory.many_shapes import MOST_REMEMBERED, ManyShapes
+from ctdr_lightning.memory.search.transfer import structure_of
+
+NET = torch.nn.Sequential(*[Attention(32) for _ in range(3)])
+LENGTHS = (96, 90, 64, 128, 127, 48, 16)
+
+
+def traced(tokens, batch=4):
+    return record_fake(NET, torch.randn(batch, tokens, 32), lambda net, x: net(x).sum(), device="a100")
+
+
+def limit_of(trace, share):
+    return trace.resident_bytes + int(share * (simulate(trace).peak_bytes - trace.resident_bytes))
+
+
+def test_lengths_of_one_net_have_one_structure_and_other_nets_another():
+    assert structure_of(traced(96)) == structure_of(traced(64))
+    assert structure_of(traced(96)) != structure_of(
+        record_fake(NET[:2], torch.randn(4, 96, 32), lambda n, x: n(x).sum())
+    )
+
+
+def test_every_length_fits_near_a_plan_of_its_own_and_few_are_searched():
+    traces = [traced(tokens) for tokens in LENGTHS]
+    limit = limit_of(traces[0], 0.6)
+    shapes = ManyShapes(plan)
+    for trace in traces:
+        made, own = shapes(trace, limit), plan(trace, limit)
+        assert made.trace is trace
+        assert made.peak_bytes == simulate(trace, made).peak_bytes <= limit
+        assert made.seconds <= 1.02 * own.seconds
+        assert made.bound_seconds <= own.seconds * (1 + 1e-9)
+    assert shapes.counts["plain"] == 2
+    assert shapes.counts["searched"] <= 2
+    assert sum(shapes.counts.values()) == len(LENGTHS)
+
+
+def test_what_fits_no_plan_is_said_by_the_planner():
+    trace = traced(96)
+    with pytest.raises(InfeasibleBudgetError, match="least peak"):
+        ManyShapes(plan)(trace, trace.resident_bytes + 1)
+
+
+def test_it_remembers_few_plans_and_no_trace():
+    shapes = ManyShapes(plan)
+    gone = []
+    for tokens in range(40, 40 + MOST_REMEMBERED + 4):
+        trace = traced(tokens, batch=1)
+        shapes(trace, limit_of(trace, 0.7))
+        gone.append(weakref.ref(trace))
+        del trace
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * len(gone)
+    assert shapes.n_remembered == MOST_REMEMBERED
