@@ -25,7 +25,7 @@ from ctdr_lightning.memory import (
 
 __version__ = "0.1.0"
 
-_LAZY = {"CTDRCallback": "callback", "Recovery": "recovery"}
+_LAZY = {"CTDRCallback": "callback", "Recovery": "recovery", "load_from_checkpoint": "trainer.modules"}
 __all__ = [
     "Budget",
     "BudgetFit",
@@ -41,6 +41,7 @@ __all__ = [
     "Trace",
     "decompose",
     "fit_to_budget",
+    "load_from_checkpoint",
     "max_batch",
     "merge",
     "plan",

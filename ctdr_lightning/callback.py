@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 from weakref import ref
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from ctdr_lightning.basics.documents import CALLBACK_STATE_VERSION as STATE_VERSION
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.decomposition import Choices
+from ctdr_lightning.decomposition.layers.from_checkpoint import NOTE
 from ctdr_lightning.recovery import Recovery
 from ctdr_lightning.recovery.transaction import all_or_nothing, layers_as_now
 from ctdr_lightning.trainer.accuracy.coach import Coach
@@ -29,7 +32,6 @@ from ctdr_lightning.trainer.training_step.memory_stage import MemoryStage
 from ctdr_lightning.trainer.training_step.retry import is_out_of_memory
 from ctdr_lightning.trainer.training_step.step_runner import StepRunner
 
-STATE_VERSION = 2
 RankValue = float | int | str
 _OF_ONE_RUN = (
     "surgeon", "coach", "memory", "engine", "monitor", "reporter", "log", "log_dict", "_hook", "_random", "_steps",
@@ -165,13 +167,13 @@ class CTDRCallback(Callback):
                 self.coach.cut_at_start(pl_module)
             else:
                 self.surgeon.cut(pl_module, 1)
-        self.reporter.say_cut()
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse to train when nothing was decomposed; a checkpoint has been read by now."""
         if not is_sharded(trainer.strategy):
             self.surgeon.check()
+        self.reporter.say_cut(pl_module)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -329,6 +331,8 @@ class CTDRCallback(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add every rank's random state, so that a resumed run draws what this one would have drawn."""
         checkpoint["callbacks"][self.state_key]["random"] = self._random.save(trainer)
+        if checkpoint.get("state_dict") and not is_sharded(trainer.strategy) and factorized_names(pl_module):
+            checkpoint["state_dict"][NOTE] = torch.empty(0)
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -336,8 +340,11 @@ class CTDRCallback(Callback):
         if trainer.state.fn != "fit":
             return
         state = read_state(checkpoint, self.state_key, STATE_VERSION)
+        wished = self.surgeon.choices
         self.surgeon.load(state.get("surgery"), factorized_names(pl_module))
         decided = not self.surgeon.cuts or state["surgery"]["choices"] is not None
         if not decided:  # the run ended before its first cut, and its weights are the dense model's
             self.surgeon.cut(pl_module, self.coach.progress.stage if self.coach is not None else 1)
+        if decided:
+            self.reporter.resumed(wished, state.get("options"), self.options)
         self._random.load(trainer, state.get("random"), trained=decided)

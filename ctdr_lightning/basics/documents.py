@@ -15,6 +15,7 @@ from ctdr_lightning.basics.errors import CheckpointError
 from ctdr_lightning.basics.files import read_text
 
 T = TypeVar("T")
+CALLBACK_STATE_VERSION = 2  # of what the callback adds to a checkpoint; read by it and by `restore`
 
 
 def parse_document(source: str | Path, kind: str, version: int) -> dict[str, Any]:

@@ -6,8 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
 from ctdr_lightning.basics.units import format_bytes
 from ctdr_lightning.decomposition.choose.choices import Choices, LayerChoice
+from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer
+from ctdr_lightning.decomposition.layers.surgery import walk
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,32 @@ class Report:
         rows.append(
             ("whole model", "", "", "", total, f"{1 / self.compression:.1%}", _ratio(self), "", self._memory(), "")
         )
-        return _table((head, *rows))
+        table = (head, *rows)
+        shown = [column for column in range(len(head)) if any(row[column] for row in rows)]  # no column without entries
+        return _table([[row[column] for column in shown] for row in table])
+
+
+def report_of(model: nn.Module, parameters_before: int = 0) -> Report:
+    """The factorized layers that a model has, as a report, where their dense layers are not at hand.
+
+    Args:
+        model: With factorized layers, from a checkpoint for instance.
+        parameters_before: All parameters of the dense model; 0 counts them from the layers' shapes.
+    """
+    rows, saved = [], 0
+    for name, layer in walk(model):
+        if isinstance(layer, FactorizedLayer):
+            after = sum(parameter.numel() for parameter in layer.parameters())
+            before = layer.geometry.n_weights + (0 if layer.bias is None else layer.bias.numel())
+            saved += before - after
+            rows.append(
+                LayerReport(
+                    name, layer.dense_class.__name__, layer.method, layer.ranks, before, after, 0, 0, math.nan, None,
+                    "factorized", "as in the checkpoint",
+                )
+            )  # fmt: skip
+    now = sum(parameter.numel() for parameter in model.parameters())
+    return Report(tuple(rows), parameters_before or now + saved, now)
 
 
 def _ratio(row: LayerReport | Report) -> str:

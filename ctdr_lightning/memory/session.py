@@ -53,6 +53,16 @@ def signature_of(batch: Any, module: nn.Module | None = None) -> Hashable:
     return (str(spec), shapes, hash(tuple(modes)), torch.is_grad_enabled())
 
 
+def shapes_in(signature: Hashable) -> list[str]:
+    """The tensors that a signature tells of, in words: ``["64x3x32x32 float32", "64 int64"]``."""
+    if not isinstance(signature, tuple):
+        return []
+    if len(signature) == 2 and isinstance(signature[1], torch.dtype) and isinstance(signature[0], tuple):
+        shape = "x".join(map(str, signature[0])) or "one"
+        return [f"{shape} {str(signature[1]).removeprefix('torch.')}"]
+    return [text for part in signature for text in shapes_in(part)]
+
+
 class Session:
     """Runs steps under plans that it has made itself.
 
@@ -91,6 +101,7 @@ class Session:
         self._root = ref(root) if root is not None else None  # a session outlives the run, the model need not
         self._kinds: dict[Hashable, _Kind] = {}
         self._current: _Kind | None = None
+        self._signature: Hashable = None
         self._recorder: Recorder | None = None
         self._tape: Tape | None = None
         self._meter: PeakMeter | None = None
@@ -113,6 +124,7 @@ class Session:
             meter: Also measure the true peak of this step, where the device's allocator keeps no count.
         """
         self.abort()
+        self._signature = signature
         kind = self._current = self._kinds.setdefault(signature, _Kind())
         if meter:
             self._meter = PeakMeter()
@@ -143,7 +155,9 @@ class Session:
             self._current.trace = recorder.trace()
             self.events += [f"{what} {why}" for what, why in self._current.trace.meta.items() if what != "torch"]
             self._current.plan = self._planner(self._current.trace)
-            self.events.append(self._current.plan.explain().splitlines()[0])
+            shapes = shapes_in(self._signature)
+            batch = f" For batches of {' and '.join(shapes)}." if shapes else ""
+            self.events.append(self._current.plan.explain().splitlines()[0] + batch)
 
     def abort(self) -> None:
         """Leave everything that is installed; for any exception, and harmless otherwise."""

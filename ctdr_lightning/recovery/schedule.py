@@ -212,8 +212,19 @@ class Recovery:
         if value is True:
             return cls()
         if isinstance(value, str | Path):
+            if not is_file(value):
+                problem = f"recovery={str(value)!r} is no file."
+                raise ConfigError(problem, "Write one: Recovery().save(path); or recovery=True for the defaults.")
             value = read_yaml(value)
         return from_mapping(cls, value, "recovery")
+
+
+def is_file(path: str | Path) -> bool:
+    """Whether a path leads to a file; False for text that no path can be."""
+    try:
+        return Path(path).is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def _items(name: str, values: Any, kind: type) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -46,7 +47,7 @@ class CompleteFileIO(TorchCheckpointIO):
             CheckpointError: When it is truncated, corrupt, or holds more than tensors and primitives.
         """
         try:
-            return super().load_checkpoint(path, map_location, weights_only=weights_only is not False)
+            found = super().load_checkpoint(path, map_location, weights_only=weights_only is not False)
         except FileNotFoundError as error:
             raise CheckpointError(f"checkpoint {str(path)!r} does not exist.", "Check the path.") from error
         except Exception as error:  # torch.load raises whatever the damaged bytes lead to
@@ -55,6 +56,13 @@ class CompleteFileIO(TorchCheckpointIO):
                 f"checkpoint {str(path)!r} cannot be read: {first}",
                 "It is truncated, corrupt, or holds more than tensors and primitives.",
             ) from error
+        for name in ("callbacks", "state_dict"):  # Lightning looks into these before any callback is asked
+            if not isinstance(found, Mapping) or not isinstance(found.get(name, {}), Mapping):
+                kind = type(found[name] if isinstance(found, Mapping) else found).__name__
+                raise CheckpointError(
+                    f"checkpoint {str(path)!r} is damaged: its {name!r} is a {kind}, no mapping.", "Use an earlier one."
+                )
+        return found
 
 
 def _is_local(path: str | Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+from ctdr_lightning.basics.errors import CheckpointError, ConfigError, CTDRError, first_line
 from ctdr_lightning.trainer.structure import match_structure
 
 M = TypeVar("M")
@@ -33,7 +34,8 @@ def load_from_checkpoint(kind: type[M], path: Any, **options: Any) -> M:
         The module, its layers factorized as they are in the checkpoint.
 
     Raises:
-        CheckpointError: When the checkpoint holds factors that fit no layer.
+        ConfigError: When ``kind`` is no LightningModule class.
+        CheckpointError: When the checkpoint cannot be read or does not fit the module.
 
     Example:
         ``model = load_from_checkpoint(MyModule, "last.ckpt")``
@@ -43,7 +45,17 @@ def load_from_checkpoint(kind: type[M], path: Any, **options: Any) -> M:
         match_structure(self, checkpoint["state_dict"])
         kind.on_load_checkpoint(self, checkpoint)  # type: ignore[attr-defined]
 
+    if not hasattr(kind, "load_from_checkpoint"):
+        raise ConfigError(f"{kind!r} is no LightningModule class.", "For a plain module: restore(model, path).")
     own: Any = type(kind.__name__, (kind,), {"on_load_checkpoint": on_load_checkpoint})
-    module = own.load_from_checkpoint(path, **options)
+    try:
+        module = own.load_from_checkpoint(path, **{"weights_only": True, **options})
+    except CTDRError:
+        raise
+    except FileNotFoundError as error:
+        raise CheckpointError(f"checkpoint {str(path)!r} does not exist.", "Check the path.") from error
+    except Exception as error:  # damaged bytes and somebody else's constructor may raise anything
+        problem = f"checkpoint {str(path)!r} does not fit {kind.__name__}: {first_line(error)}."
+        raise CheckpointError(problem, "Give the hyperparameters that the run had, as keywords.") from error
     module.__class__ = kind
     return module

@@ -80,26 +80,35 @@ class Randomness:
         return {name: trainer.strategy.all_gather(value.to(device)).cpu() for name, value in state.items()}
 
     def load(self, trainer: Any, stacked: Any, *, trained: bool = True) -> None:
-        """Take this rank's state from what :meth:`save` gave; warns where there is none.
+        """Take this rank's state from what :meth:`save` gave; warns where there is none for it.
 
         Args:
             trainer: About to train.
             stacked: The states of all ranks.
             trained: Whether the saved run had reached its training; if not, its first epoch's data order was not yet
                 drawn, and the state is put back at once.
+
+        Raises:
+            CheckpointError: When it is no state of random generators.
         """
         rank, size = trainer.global_rank, trainer.world_size
+        if stacked is None:
+            rank_zero_warn("The checkpoint holds no random state: the run goes on with other random numbers.")
+            return
         values = list(stacked.values()) if isinstance(stacked, dict) else []
-        fits = [isinstance(value, Tensor) and value.ndim == 2 and len(value) == size for value in values]
-        if not fits or not all(fits):
+        if not values or not all(isinstance(value, Tensor) and value.ndim == 2 and len(value) for value in values):
+            raise CheckpointError("The checkpoint's random state is damaged.", "Use an earlier one.")
+        if any(len(value) != size for value in values):
             rank_zero_warn("The checkpoint is from another number of processes: its random state is not taken up.")
             return
         # torch.set_rng_state reads from the start of the storage, so a view would crash it
-        state = {str(name): value[rank].clone() for name, value in stacked.items()}
-        if trained:
-            self._loaded = state
-        else:
-            put_back(state)
+        own = {str(name): value[rank].clone() for name, value in stacked.items()}
+        if not trained:
+            put_back(own)
+            return
+        with isolated():  # what is damaged is found before any time is spent
+            put_back(own)
+        self._loaded = own
 
     def train_start(self) -> None:
         """Set the generators as they were when the checkpoint was written."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from torch import nn
@@ -10,7 +10,7 @@ from torch import nn
 from ctdr_lightning.decomposition.layers.attention import close_attention
 from ctdr_lightning.decomposition.layers.dense_again import make_dense
 from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer
-from ctdr_lightning.decomposition.layers.from_checkpoint import rebuild_from_state_dict
+from ctdr_lightning.decomposition.layers.from_checkpoint import NOTE, rebuild_from_state_dict
 from ctdr_lightning.decomposition.layers.surgery import walk
 
 
@@ -25,6 +25,8 @@ def match_structure(module: nn.Module, state_dict: Mapping[str, Any], prefix: st
     Raises:
         CheckpointError: When the state dict holds factors that fit no layer.
     """
+    if isinstance(state_dict, MutableMapping):
+        state_dict.pop(NOTE, None)
     make_dense(module, lambda name: f"{prefix}{name}.weight" in state_dict)
     fused = ("in_proj_weight", "q_proj_weight")
     close_attention(module, lambda name: any(f"{prefix}{name}.{key}" in state_dict for key in fused))

@@ -18,6 +18,12 @@ from ctdr_lightning.recovery.transaction import PutBack
 
 Outcome = tuple[tuple[str, str] | None, Choices | None, list[list[str]]]
 
+_REMEDIES = {  # by rank rule: what makes it ask for less
+    "error": "Raise the error",
+    "energy": "Lower the energy",
+    "vbmf": "Give a share such as rank=0.5",
+}
+
 
 class Surgeon:
     """The decomposition of one model.
@@ -81,11 +87,24 @@ class Surgeon:
         """
         if not self.cuts or self.choices is not None:
             return
-        reasons = "; ".join(dict.fromkeys(row.reason for row in self.report.layers)) if self.report is not None else ""
+        rank = self._options["rank"] if self._options is not None else None
+        rules = {str(r).partition("=")[0].strip() for r in (rank.values() if isinstance(rank, Mapping) else [rank])}
         raise ConfigError(
-            f"nothing is decomposed: {reasons or 'see rank 0'}.",
-            "Lower rank=, widen select=, or use CTDRCallback(rank=None) for memory planning alone.",
+            f"nothing is decomposed: {self._why_nothing(rank)}.",
+            f"{_REMEDIES.get(min(rules), 'Lower rank=')}, widen select=, or use CTDRCallback(rank=None) for memory "
+            "planning alone.",
         )
+
+    def _why_nothing(self, rank: Any) -> str:
+        """The reason of one layer, for all of them."""
+        rows = self.report.layers if self.report is not None else ()
+        if not rows:
+            return "see rank 0" if self.report is None else "no layer of a kind that can be is selected"
+        largest = max(rows, key=lambda row: row.parameters_before)
+        reason = f"({largest.name}: {largest.reason.split(';')[0]})"
+        if rank is None:
+            return f"the choices keep all {len(rows)} layers dense {reason}"
+        return f"rank={rank!r} is met by none of {len(rows)} layers {reason}"
 
     def _decide_here(self, model: nn.Module) -> Outcome:
         staged = self._recovery is not None and self._recovery.staged

@@ -91,6 +91,14 @@ class Choices:
         """The layers that are to be factorized."""
         return {name: choice for name, choice in self.layers.items() if choice.method is not None}
 
+    def same_layers(self, other: Choices) -> bool:
+        """Whether both make the same layers of a model, for whatever reasons."""
+        own, others = (
+            {name: (choice.method, choice.ranks) for name, choice in choices.factorized.items()}
+            for choices in (self, other)
+        )
+        return own == others
+
     def __iter__(self) -> Iterator[tuple[str, LayerChoice]]:
         return iter(self.layers.items())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -16,6 +17,7 @@ from ctdr_lightning.decomposition.algorithms.solvers import SOLVERS
 from ctdr_lightning.decomposition.methods import Candidate, KeepDenseError, Method, Ranks
 from ctdr_lightning.decomposition.shapes.geometry import Geometry
 
+_NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(%?)\s*")
 RankLike = float | int | str | Sequence[int]
 
 
@@ -69,6 +71,9 @@ class RankSpec:
 
 def _parse_text(text: str, name: str) -> RankSpec:
     rule, _, value = (part.strip() for part in text.partition("="))
+    if number := _NUMBER.fullmatch(text):
+        meant = float(number[1]) / (100 if number[2] else 1)
+        raise ConfigError(f"{name}={text!r} is text.", f"Write the number: {name}={meant:g}.")
     takes = RANK_RULES[rule].takes
     try:
         return _checked(rule, float(value) if value else math.nan, name)

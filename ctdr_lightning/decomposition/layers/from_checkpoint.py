@@ -6,6 +6,7 @@ Nothing but tensors and primitives is read (``weights_only=True``), so a hostile
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ctdr_lightning.basics.documents import CALLBACK_STATE_VERSION
 from ctdr_lightning.basics.errors import CheckpointError
 from ctdr_lightning.decomposition.layers.attention import PROJECTIONS, open_attention
 from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer, factorized
@@ -22,6 +24,9 @@ from ctdr_lightning.decomposition.methods import METHODS
 from ctdr_lightning.decomposition.shapes.geometry import Geometry
 from ctdr_lightning.decomposition.shapes.layer_kinds import KINDS, kind_of, weight_of
 
+# An entry of no elements in checkpoints of factorized models. Only a state dict's names reach the message of
+# `MyModule.load_from_checkpoint(path)`, which knows nothing of us: torch lists this name first among the unexpected.
+NOTE = "HINT: layers are factorized, load this with ctdr_lightning.load_from_checkpoint(MyModule, path)"
 _STAGE = re.compile(r"(?P<method>\w+)\.(?P<index>\d+)\.weight")
 
 
@@ -152,7 +157,25 @@ def _read(path: str | Path) -> Any:
         ) from error
 
 
+def _check_version(checkpoint: Any) -> None:
+    """Refuse a checkpoint of a callback of another release: its layers may mean something else there."""
+    callbacks = checkpoint.get("callbacks") if isinstance(checkpoint, Mapping) else None
+    if callbacks is None:
+        return
+    if not isinstance(callbacks, Mapping):
+        raise CheckpointError(f"checkpoint: its 'callbacks' is a {type(callbacks).__name__}.", "Use an earlier one.")
+    for name, own in callbacks.items():
+        ours = isinstance(own, Mapping) and "surgery" in own
+        if ours and not (type(own.get("version")) is int and own["version"] == CALLBACK_STATE_VERSION):
+            raise CheckpointError(
+                f"checkpoint: the state of {name!r} has version {own.get('version')!r}, this release reads "
+                f"{CALLBACK_STATE_VERSION}.",
+                "Use the release that wrote it, or restore(model, checkpoint['state_dict']).",
+            )
+
+
 def _state_dict(checkpoint: Any) -> Mapping[str, Tensor]:
+    _check_version(checkpoint)
     state = checkpoint.get("state_dict", checkpoint) if isinstance(checkpoint, Mapping) else checkpoint
     if not isinstance(state, Mapping) or not state or not all(isinstance(key, str) for key in state):
         raise CheckpointError(
@@ -165,7 +188,11 @@ def _state_dict(checkpoint: Any) -> Mapping[str, Tensor]:
             f"checkpoint: entry {wrong[0]!r} is a {type(state[wrong[0]]).__name__}, not a tensor.",
             "Save model.state_dict() or use Lightning's file.",
         )
-    return state  # not copied: its _metadata tells modules the version they were saved with
+    if NOTE not in state:
+        return state  # not copied: its _metadata tells modules the version they were saved with
+    kept = OrderedDict((key, value) for key, value in state.items() if key != NOTE)
+    vars(kept).update(vars(state) if hasattr(state, "__dict__") else {})
+    return kept
 
 
 def _way_out(model: nn.Module, state: Mapping[str, Tensor]) -> str:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from ctdr_lightning.decomposition import Choices, Report
+from ctdr_lightning.decomposition.report import report_of
+from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.reports.loggers import publish_figure, publish_text
 from ctdr_lightning.trainer.reports.monitor import Monitor, utilisation
 from ctdr_lightning.trainer.reports.out_of_memory import write_account
@@ -35,18 +39,43 @@ class Reporter:
     ) -> None:
         self._verbose = verbose
         self._surgeon, self._memory, self._engine, self._monitor = surgeon, memory, engine, monitor
-        self._said_cut = False
+        self._said_cut = self._resumed = False
 
-    def say_cut(self) -> None:
+    def resumed(self, wished: Choices | None, options: Any, own: CallbackOptions) -> None:
+        """A checkpoint was read: its layers are trained, whatever this run's arguments ask.
+
+        Args:
+            wished: What this run chose before it read the checkpoint.
+            options: The arguments of the run that wrote it, as primitives.
+            own: This run's.
+        """
+        self._resumed = True
+        if wished is None or self._surgeon.choices is None or wished.same_layers(self._surgeon.choices):
+            return
+        given = own.to_dict()
+        before = options if isinstance(options, Mapping) else {}
+        names = [name for name in ("rank", "method", "select", "choices") if given.get(name) != before.get(name)]
+        if names:
+            shown = ", ".join(f"{name}={_shortened(given.get(name))}" for name in names)
+            rank_zero_warn(f"The checkpoint's layers are trained as they are; ignored of this run: {shown}.")
+
+    def _report(self, module: LightningModule) -> Report | None:
+        """What is trained: the layers as they were cut here, or as they came from the checkpoint."""
+        if self._resumed and self._surgeon.cuts:
+            return report_of(module, self._surgeon.parameters_before)
+        return self._surgeon.report
+
+    def say_cut(self, module: LightningModule) -> None:
         """Print the decomposition, once."""
-        if self._verbose and self._surgeon.report is not None and not self._said_cut:
-            rank_zero_info(f"CTDR:\n{self._surgeon.report}")
+        report = self._report(module) if self._verbose and not self._said_cut else None
+        if report is not None:
+            rank_zero_info(f"CTDR:\n{report}")
             self._said_cut = True
 
     def facts(self, trainer: Any, module: LightningModule) -> dict[str, float]:
         """Parameters before and after; the whole table goes to the loggers."""
         after = float(sum(parameter.numel() for parameter in module.parameters()))
-        report = self._surgeon.report
+        report = self._report(module)
         before = float(self._surgeon.parameters_before or after)
         if report is not None and trainer.is_global_zero:
             publish_text(trainer.loggers, "ctdr/decomposition", str(report), trainer.global_step)
@@ -81,3 +110,8 @@ class Reporter:
         name = f"ctdr-out-of-memory-step{trainer.global_step}-rank{trainer.global_rank}"
         path = write_account(Path(trainer.default_root_dir), name, error, module, self._memory.session)
         _log.error("CTDR: the step ran out of memory; who held what is in %s", path)
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
