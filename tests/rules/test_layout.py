@@ -139,3 +139,10 @@ def test_no_module_bears_the_name_of_a_function_of_its_package():
     assert {"decompose", "plan", "record"} <= functions
     assert functions.isdisjoint(path.name for path in PACKAGE.rglob("*") if path.is_dir())
     assert shadowed == []
+
+
+def test_the_documents_list_every_folder():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    listing = page[page.index("```text") : page.index("```", page.index("```text") + 3)]
+    listed = {line.split()[0].rstrip("/") for line in listing.splitlines() if line.split() and "/" in line.split()[0]}
+    assert {path.parent.name for path in PACKAGE.rglob("__init__.py")} - {PACKAGE.name} <= listed
