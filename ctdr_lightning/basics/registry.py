@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from typing import Generic, TypeVar
 
@@ -39,6 +40,31 @@ class Registry(Mapping[str, T], Generic[T]):
             return entry
 
         return add
+
+    @contextmanager
+    def temporarily(self, entries: Mapping[str, T] | None = None) -> Iterator[None]:
+        """Register entries for as long as a block lasts, over others of their names.
+
+        Everything else that the block registers is forgotten with it.
+
+        Args:
+            entries: Name and entry; none only opens the block.
+
+        Example:
+            >>> colours = Registry("colour")
+            >>> with colours.temporarily({"red": "#f00"}):
+            ...     colours["red"]
+            '#f00'
+            >>> "red" in colours
+            False
+        """
+        self._load_entry_points()
+        before = dict(self._entries)
+        self._entries.update(entries or {})
+        try:
+            yield
+        finally:
+            self._entries = before
 
     def __getitem__(self, name: str) -> T:
         self._load_entry_points()

@@ -108,7 +108,7 @@ class TestCP:
         assert all(torch.equal(a, b) for a, b in zip(first.factors, second.factors, strict=True))
         assert torch.equal(torch.get_rng_state(), state)
 
-    def test_alarm_when_components_cancel(self, monkeypatch):
+    def test_alarm_when_components_cancel(self):
         a, b, c, noise = (torch.randn(n) for n in (6, 5, 4, 6))
 
         def cancelling(tensor, rank):
@@ -118,8 +118,8 @@ class TestCP:
             return CPTensor((torch.ones(2), [factors[0][:, :rank], *factors[1:]]))
 
         layer = nn.Conv2d(6, 4, (5, 1))
-        monkeypatch.setitem(SOLVERS._entries, "cancelling", type(SOLVERS["gram"])(None, None, cancelling, None))
-        with pytest.warns(DegenerateFactorsWarning, match="cancel"):
+        solver = type(SOLVERS["gram"])(None, None, cancelling, None)
+        with SOLVERS.temporarily({"cancelling": solver}), pytest.warns(DegenerateFactorsWarning, match="cancel"):
             factorize(layer, geometry_of(layer), "cp", (2,), "cancelling")
 
 

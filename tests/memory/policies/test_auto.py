@@ -96,7 +96,7 @@ def test_what_does_not_fit_gives_the_least_peak():
     assert found.value.least_peak_bytes == closest.peak_bytes
 
 
-def test_a_third_party_policy_is_looked_at_too(monkeypatch):
+def test_a_third_party_policy_is_looked_at_too():
     trace = graph_trace(GRAPHS["residual"])
     asked = []
 
@@ -104,8 +104,8 @@ def test_a_third_party_policy_is_looked_at_too(monkeypatch):
         asked.append(budget)
         raise InfeasibleBudgetError("nothing")
 
-    monkeypatch.setitem(POLICIES._entries, "mine", mine)
-    auto(trace, Budget(peak_bytes=at(trace, 0.5)))
+    with POLICIES.temporarily({"mine": mine}):
+        auto(trace, Budget(peak_bytes=at(trace, 0.5)))
     assert asked == [Budget(peak_bytes=at(trace, 0.5))]
 
 

@@ -17,11 +17,12 @@ TRACE = graph_trace(chain([4, 8, 2, 8, 4, 2]))
 
 
 @pytest.fixture
-def largest_first(monkeypatch):
-    monkeypatch.setattr(POLICIES, "_entries", dict(POLICIES._entries))
+def largest_first():
     names = {}
-    exec(compile(EXAMPLE, str(PAGE), "exec"), names)
-    return names["largest_first"]
+    with POLICIES.temporarily():
+        exec(compile(EXAMPLE, str(PAGE), "exec"), names)
+        yield names["largest_first"]
+    assert "largest_first" not in POLICIES
 
 
 def test_the_example_is_short_fits_and_is_known_by_name(largest_first):
