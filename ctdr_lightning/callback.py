@@ -16,6 +16,7 @@ from ctdr_lightning.decomposition import Choices
 from ctdr_lightning.decomposition.layers.from_checkpoint import NOTE
 from ctdr_lightning.recovery import Recovery
 from ctdr_lightning.recovery.transaction import all_or_nothing, layers_as_now
+from ctdr_lightning.trainer.accuracy.choosing import TrainingData
 from ctdr_lightning.trainer.accuracy.coach import Coach
 from ctdr_lightning.trainer.checkpoints import CompleteFileIO, write_complete_files
 from ctdr_lightning.trainer.modules import is_compiled, overrides
@@ -43,8 +44,9 @@ class CTDRCallback(Callback):
     """Decompose a model, run its steps under a memory budget, and win its accuracy back.
 
     Args:
-        rank: Share of parameters that layers keep (float), a rank (int), ``"vbmf"``, ``"error=0.05"``,
-            ``"energy=0.99"``, or a mapping from layer pattern to any of these; None decomposes nothing.
+        rank: Share of parameters that all layers together keep (float), a rank (int), ``"vbmf"``, ``"error=0.05"``,
+            ``"energy=0.99"``, or a mapping from layer pattern to any of these, where a float is each layer's own share;
+            None decomposes nothing.
         method: Decomposition method, or ``"auto"``: for each layer the one of least error at equal parameters.
         select: Patterns of the layers to take (``"features.*"``); ``!`` leaves out; None takes all.
         memory_budget: Bytes a step may take: ``"8GiB"``, a number, or a fraction of the device's memory.
@@ -53,6 +55,11 @@ class CTDRCallback(Callback):
         recovery: True for the default schedule, a `Recovery`, its fields, or a YAML file; None for no recovery.
         choices: A report's ``choices``, or their JSON or YAML file, in the place of ``rank``, ``method`` and
             ``select``.
+        allocate: What a float ``rank`` is a share of: ``"loss"`` (parameters, spent by what the training data tell),
+            ``"parameters"``, ``"flops"``, ``"memory"`` or ``"seconds"``; None gives every layer its own share;
+            ``"auto"`` is ``"loss"`` where the data can be had when training is set up, else ``"parameters"``.
+        data: ``"train"``: a few training batches tell how much the loss minds each layer's error, and the factors are
+            refitted on them. They move no random state. None goes by the weights alone.
         max_slowdown: Without a budget: how long a step may take, in steps of the dense model.
         retry_on_oom: Run a step that ran out of memory again, under a tighter plan and from the same random state.
         allow_untested: Go on under a strategy that is not among the tested ones.
@@ -75,6 +82,8 @@ class CTDRCallback(Callback):
         policy: str = "auto",
         recovery: Recovery | dict[str, Any] | str | bool | None = None,
         choices: Choices | dict[str, Any] | str | None = None,
+        allocate: str | None = "auto",
+        data: str | None = "train",
         max_slowdown: float = 1.0,
         retry_on_oom: bool = True,
         allow_untested: bool = False,
@@ -82,7 +91,7 @@ class CTDRCallback(Callback):
     ) -> None:
         super().__init__()
         self.options = CallbackOptions(
-            rank, method, select, memory_budget, policy, Recovery.read(recovery), choices, max_slowdown,
+            rank, method, select, memory_budget, policy, Recovery.read(recovery), choices, allocate, data, max_slowdown,
             retry_on_oom, allow_untested, verbose,
         )  # fmt: skip
         self._begin()
@@ -157,12 +166,17 @@ class CTDRCallback(Callback):
         if cuts:
             self._cut(trainer, pl_module)
 
+    def _decomposer(self, trainer: Trainer) -> TrainingData | None:
+        """What decomposes by the training data, on every rank alike; None where that is not asked for."""
+        looks = self.options.data == "train" and self.surgeon.choices is None
+        return TrainingData(trainer) if looks else None
+
     def _cut(self, trainer: Trainer, pl_module: LightningModule) -> None:
         coaching = [self.coach.as_now()] if self.coach is not None else []
         with all_or_nothing(layers_as_now(pl_module), self.surgeon.as_now(), *coaching):
             if self.coach is not None:
                 self.coach.prepare(pl_module)
-            self.surgeon.decide(pl_module, trainer.strategy)
+            self.surgeon.decide(pl_module, trainer.strategy, self._decomposer(trainer))
             if self.coach is not None:
                 self.coach.cut_at_start(pl_module)
             else:

@@ -68,7 +68,7 @@ try:
     from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 
     # Nests of tensors: 2.13 has no public name for them yet.
-    from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
+    from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 except ImportError as error:
     raise unusable_torch(str(error), torch.__version__) from error
 
@@ -136,4 +136,5 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_map_only",
+    "tree_unflatten",
 ]

@@ -6,6 +6,7 @@ from ctdr_lightning.decomposition.algorithms.solvers import SOLVERS, Solver
 from ctdr_lightning.decomposition.apply import decompose
 from ctdr_lightning.decomposition.choose.choices import Choices, LayerChoice
 from ctdr_lightning.decomposition.choose.rank import RANK_RULES, Rule
+from ctdr_lightning.decomposition.chooser import RankChooser, rank_chooser
 from ctdr_lightning.decomposition.layers.dense_again import merge
 from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer
 from ctdr_lightning.decomposition.methods import METHODS, Method
@@ -23,9 +24,11 @@ __all__ = [
     "LayerChoice",
     "LayerReport",
     "Method",
+    "RankChooser",
     "Report",
     "Rule",
     "Solver",
     "decompose",
     "merge",
+    "rank_chooser",
 ]

@@ -10,21 +10,23 @@ import torch
 from torch import nn
 
 from ctdr_lightning.basics.errors import ConfigError
-from ctdr_lightning.basics.parallel import each
 from ctdr_lightning.decomposition.algorithms.solvers import SOLVERS
-from ctdr_lightning.decomposition.choose.choices import Choices, LayerChoice, checked
+from ctdr_lightning.decomposition.choose.batches import Batches, Step
+from ctdr_lightning.decomposition.choose.choices import Choices, checked
 from ctdr_lightning.decomposition.choose.costs import CostModel, samples, stage_costs, weigh
-from ctdr_lightning.decomposition.choose.observe import with_given_shapes, with_shapes, with_whitening
+from ctdr_lightning.decomposition.choose.observe import with_given_shapes, with_shapes
 from ctdr_lightning.decomposition.choose.propose import MethodLike, Request, propose
 from ctdr_lightning.decomposition.choose.rank import RankLike
-from ctdr_lightning.decomposition.choose.select import Layer, find_layers, on_processor
+from ctdr_lightning.decomposition.choose.rank_search import RankSearch, Start
+from ctdr_lightning.decomposition.choose.select import Layer, find_layers
+from ctdr_lightning.decomposition.choose.sensitivity import Evidence, gather
 from ctdr_lightning.decomposition.layers.attention import opened
 from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer
-from ctdr_lightning.decomposition.layers.surgery import factorize, replace_everywhere
-from ctdr_lightning.decomposition.layers.tied import follow_owners
+from ctdr_lightning.decomposition.losses import warn_of_losses
 from ctdr_lightning.decomposition.methods import METHODS
 from ctdr_lightning.decomposition.report import LayerReport, Report
 from ctdr_lightning.decomposition.shapes.layer_kinds import weight_of
+from ctdr_lightning.decomposition.trial import Bench, Trial, adopt
 
 _NOMINAL_AXIS = 32
 
@@ -36,13 +38,14 @@ def decompose(
     select: str | Sequence[str] | None = None,
     *,
     choices: Choices | Mapping[str, Any] | None = None,
-    allocate: str | None = None,
+    allocate: str | None = "auto",
     solver: str = "gram",
     multiple: int = 1,
     example_input: Any = None,
     input_shapes: Mapping[str, Sequence[int]] | None = None,
     data: Iterable[Any] | None = None,
     n_batches: int = 8,
+    step: Step | None = None,
     optimizer: str = "adam",
     recompute: bool = False,
     measure: bool = True,
@@ -54,25 +57,31 @@ def decompose(
 
     Args:
         model: Any module; itself not a layer.
-        rank: Share of parameters kept (float), a rank (int), ranks (tuple, input side first), ``"vbmf"``,
-            ``"error=0.05"``, ``"energy=0.99"``, or a mapping from layer pattern to any of these (exact name, glob,
-            ``re:`` expression; the most specific wins).
+        rank: Share of the parameters of all layers together (float), spent where the loss rises least; a rank (int),
+            ranks (tuple, input side first), ``"vbmf"``, ``"error=0.05"``, ``"energy=0.99"``, or a mapping from layer
+            pattern to any of these (exact name, glob, ``re:`` expression; the most specific wins), where a float is
+            each layer's own share.
         method: Method name, several to choose from, a mapping from pattern to these, or ``"auto"``: the least error at
             equal parameters among Tucker, spatial and plain SVD.
         select: Patterns of the layers to take; ``!`` leaves out. None takes all.
         choices: An earlier report's ``choices``, or their ``to_dict()``: applied as they are, no weight is looked at
             to decide; ``rank``, ``method`` and ``select`` are not read.
-        allocate: ``"parameters"``, ``"flops"``, ``"memory"`` or ``"seconds"``: ``rank`` is then the share of that
-            resource that all layers keep together, spent where it hurts least.
+        allocate: What a float ``rank`` is a share of: ``"loss"`` (parameters, spent by what ``data`` tells),
+            ``"parameters"``, ``"flops"``, ``"memory"`` or ``"seconds"``; None gives every layer the same share of its
+            own parameters. ``"auto"`` is ``"loss"`` with data and ``"parameters"`` without.
         solver: Registered solver name.
         multiple: Ranks are rounded down to a multiple of this; 8 suits tensor cores.
         example_input: A batch as in training. Its shapes decide, layer by layer, whether factorizing pays: a layer that
             would need more memory, or run slower, stays dense. A tensor, positional arguments, or a mapping of
             keywords.
         input_shapes: The same from shapes alone, by layer name, batch included.
-        data: Batches from which the inputs' second moments are taken; the factors then lose least of the layers'
-            outputs.
-        n_batches: How many batches of ``data`` are used.
+        data: Batches as in training: tensors, mappings of keyword arguments, or tuples whose first entry is the
+            input. They tell how much the loss minds each layer's error, the last factors are refitted to the dense
+            outputs on them, BatchNorm statistics follow, and of several allocations the one whose outputs are nearest
+            to the dense model's is taken.
+        n_batches: How many batches of ``data`` are used; fewer where they are large.
+        step: Runs a model on a batch, ``step(model, batch)``, and gives a scalar loss or the model's outputs. None
+            calls the model on the batch's input; without a loss, gradients are those of labels drawn from the outputs.
         optimizer: Whose state counts as memory: ``"adam"``, ``"adamw"``, ``"sgd"``, ``"momentum"`` or ``"rmsprop"``.
         recompute: Whether activations inside factorized layers will be recomputed: they then cost time, not memory.
         measure: Whether, where shapes are known, a micro-benchmark on the layer's device may refuse a factorization
@@ -93,34 +102,56 @@ def decompose(
     """
     SOLVERS[solver]
     n_before = _n_parameters(model)
-    costs = CostModel(optimizer, recompute, measure)
+    shaped = example_input is not None or input_shapes is not None
+    costs = CostModel(optimizer, recompute, measure, gates=shaped)
     with opened(model):
         layers = find_layers(model, None if choices is not None else select)
         if example_input is not None:
             layers = with_shapes(model, layers, example_input)
         elif input_shapes is not None:
             layers = with_given_shapes(layers, input_shapes)
-        if data is not None:
-            layers = with_whitening(model, layers, data, n_batches)
         if choices is not None:
-            given = choices if isinstance(choices, Choices) else Choices.from_dict(choices)
-            chosen = checked(given, layers)
-        else:
-            names = [layer.name for layer in layers]
-            request = Request.read(names, rank, method, allocate, multiple, costs, progress)
-            _check_known(allocate, layers)
-            chosen = propose(layers, request)
-        carried_out = each(
-            lambda layer: _carry_out(layer, chosen.layers[layer.name], solver, costs),
-            layers,
-            "factorize",
-            progress=progress,
-            parallel=on_processor(layers),
-        )
-        pairs = zip(layers, carried_out, strict=True)
-        swaps = {layer.module: new for layer, (new, _) in pairs if new is not layer.module}
-        replace_everywhere(model, swaps | follow_owners(model, swaps))
-    return Report(tuple(row for _, row in carried_out), n_before, _n_parameters(model))
+            rank, method, allocate = 0.5, "auto", None  # not read
+        resource = _resource(allocate, rank, data is not None)
+        request = Request.read([layer.name for layer in layers], rank, method, resource, multiple, costs, progress)
+        evidence = gather(model, layers, Batches.draw(data, n_batches, step)) if data is not None else None
+        layers = evidence.noted(layers) if evidence is not None else layers
+        if choices is None:
+            _check_known(resource, layers)
+        trial = _tried(model, layers, choices, request, evidence, solver)
+        rows = [_row(layer, trial, costs) for layer in layers]
+        adopt(model, layers, trial)
+    report = Report(tuple(rows), n_before, _n_parameters(model), trial.divergence)
+    warn_of_losses(report, layers)
+    return report
+
+
+def _tried(
+    model: nn.Module,
+    layers: Sequence[Layer],
+    choices: Choices | Mapping[str, Any] | None,
+    request: Request,
+    evidence: Evidence | None,
+    solver: str,
+) -> Trial:
+    """Choose, and make the factors: refitted where there is evidence, plain elsewhere."""
+    bench = Bench(model, layers, evidence, solver, request.progress)
+    if choices is not None:
+        given = choices if isinstance(choices, Choices) else Choices.from_dict(choices)
+        return bench.trial(checked(given, layers), Start())
+    if request.allocate is None:
+        return bench.trial(propose(layers, request), Start(covariance=evidence is not None))
+    share = next(iter(request.specs.values())).value
+    return bench.best(RankSearch(layers, request, evidence), share, request.allocate)
+
+
+def _resource(allocate: str | None, rank: object, has_data: bool) -> str | None:
+    """The resource of which a share is spent over all layers; None where each layer is chosen by itself."""
+    if allocate == "loss" and not has_data:
+        raise ConfigError('allocate="loss" needs data.', 'Give data=loader, or write allocate="parameters".')
+    if allocate == "auto":
+        return "parameters" if isinstance(rank, float) else None
+    return "parameters" if allocate == "loss" else allocate
 
 
 def _check_known(allocate: str | None, layers: Sequence[Layer]) -> None:
@@ -128,34 +159,27 @@ def _check_known(allocate: str | None, layers: Sequence[Layer]) -> None:
         raise ConfigError(f"allocate={allocate!r} needs the layers' input shapes.", "Give example_input=.")
 
 
-def _carry_out(layer: Layer, choice: LayerChoice, solver: str, costs: CostModel) -> tuple[nn.Module, LayerReport]:
-    """The module that a layer becomes, perhaps itself, and its row of the report."""
-    if choice.method is None:
-        return layer.module, _row(layer, layer.module, choice.reason, None)
-    assert layer.geometry is not None
-    new = factorize(layer.module, layer.geometry, choice.method, choice.ranks, solver, layer.whitening)
-    candidate = METHODS[choice.method].at(layer.geometry, choice.ranks)
-    net_bytes = weigh(layer, candidate, costs).net_bytes if layer.calls else None
-    return new, _row(layer, new, choice.reason, net_bytes)
-
-
-def _row(layer: Layer, new: nn.Module, reason: str, net_bytes: int | None) -> LayerReport:
-    factorized = new if isinstance(new, FactorizedLayer) else None
+def _row(layer: Layer, trial: Trial, costs: CostModel) -> LayerReport:
+    choice, factorized = trial.choices.layers[layer.name], trial.layers.get(layer.name)
     n_before = _n_dense(layer)
     before, after = _flops(layer, factorized)
+    net_bytes = None
+    if factorized is not None and layer.calls and layer.geometry is not None:
+        candidate = METHODS[factorized.method].at(layer.geometry, factorized.ranks)
+        net_bytes = weigh(layer, candidate, costs).net_bytes
     return LayerReport(
         name=layer.name,
         kind=layer.kind,
         method=factorized.method if factorized else None,
         ranks=factorized.ranks if factorized else (),
         parameters_before=n_before,
-        parameters_after=_n_parameters(new) if factorized else n_before,
+        parameters_after=_n_parameters(factorized) if factorized else n_before,
         flops_before=before,
         flops_after=after,
         relative_error=_relative_error(layer, factorized),
         net_bytes=net_bytes,
         decision="factorized" if factorized else "dense",
-        reason=reason,
+        reason=choice.reason,
     )
 
 

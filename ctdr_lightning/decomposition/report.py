@@ -56,11 +56,14 @@ class Report:
         layers: One row a layer, in the model's order.
         parameters_before: All parameters of the model before.
         parameters_after: All parameters of the model after.
+        divergence: How far the outputs are from the dense model's, in nats, on batches that nothing was fitted to; NaN
+            where no data was given.
     """
 
     layers: tuple[LayerReport, ...]
     parameters_before: int
     parameters_after: int
+    divergence: float = math.nan
 
     @property
     def factorized(self) -> tuple[LayerReport, ...]:
@@ -103,7 +106,8 @@ class Report:
         )
         table = (head, *rows)
         shown = [column for column in range(len(head)) if any(row[column] for row in rows)]  # no column without entries
-        return _table([[row[column] for column in shown] for row in table])
+        text = _table([[row[column] for column in shown] for row in table])
+        return text if math.isnan(self.divergence) else f"{text}\noutputs: {self.divergence:.3g} nats from dense"
 
 
 def report_of(model: nn.Module, parameters_before: int = 0) -> Report:

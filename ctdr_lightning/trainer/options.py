@@ -11,6 +11,7 @@ from ctdr_lightning.basics.errors import CheckpointError, ConfigError
 from ctdr_lightning.basics.registry import Registry
 from ctdr_lightning.basics.units import parse_bytes
 from ctdr_lightning.decomposition import METHODS, Choices
+from ctdr_lightning.decomposition.choose.allocate import RESOURCES
 from ctdr_lightning.decomposition.choose.rank import RankSpec
 from ctdr_lightning.memory import POLICIES
 from ctdr_lightning.recovery.schedule import Recovery, read_yaml
@@ -31,6 +32,8 @@ class CallbackOptions:
     policy: str
     recovery: Recovery | None
     choices: Any
+    allocate: str | None
+    data: str | None
     max_slowdown: float
     retry_on_oom: bool
     allow_untested: bool
@@ -38,6 +41,7 @@ class CallbackOptions:
 
     def __post_init__(self) -> None:
         self._check_decomposition()
+        self._check_allocation()
         real("max_slowdown", self.max_slowdown, above=0)
         _known(POLICIES, "policy", self.policy)
         if self.memory_budget is not None:
@@ -59,11 +63,20 @@ class CallbackOptions:
             if method != "auto":
                 _known(METHODS, "method", method)
 
+    def _check_allocation(self) -> None:
+        if self.data not in ("train", None):
+            raise ConfigError(f"data={self.data!r} is not known.", 'Write "train", or None to go by the weights alone.')
+        if self.allocate not in ("auto", "loss", None):
+            _known(RESOURCES, "allocate", self.allocate)
+        if self.allocate == "loss" and self.data is None:
+            raise ConfigError('allocate="loss" needs data.', 'Write data="train", or allocate="parameters".')
+
     def decomposition(self) -> dict[str, Any] | None:
         """Arguments for `decompose`; None where nothing is decomposed."""
         if self.rank is None or self.choices is not None:
             return None
-        return {"rank": self.rank, "method": self.method, "select": self.select}
+        asked = {"rank": self.rank, "method": self.method, "select": self.select, "allocate": self.allocate}
+        return {**asked, "recompute": self.plans_memory, "measure": False}
 
     def read_choices(self) -> Choices | None:
         """The given choices, read from their file where they are one.

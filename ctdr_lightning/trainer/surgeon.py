@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -25,11 +25,18 @@ _REMEDIES = {  # by rank rule: what makes it ask for less
 }
 
 
+class Decomposer(Protocol):
+    """Decomposes a model by what it knows beside the weights."""
+
+    def decompose(self, module: Any, options: Mapping[str, Any], change: bool) -> Report:
+        """Decompose in place where ``change``, else only find the choices."""
+
+
 class Surgeon:
     """The decomposition of one model.
 
     Args:
-        options: ``rank``, ``method`` and ``select`` for `decompose`; None where nothing is decomposed.
+        options: Arguments for `decompose`; None where nothing is decomposed.
         choices: Choices to follow instead.
         recovery: Says into how many stages the layers are split.
     """
@@ -48,7 +55,7 @@ class Surgeon:
         """Whether layers are decomposed at all."""
         return self._options is not None or self._given is not None
 
-    def decide(self, model: nn.Module, strategy: Any) -> None:
+    def decide(self, model: Any, strategy: Any, decomposer: Decomposer | None = None) -> None:
         """Choose ranks on rank 0, tell the others, and split the layers into stages.
 
         One-shot decomposition is carried out on rank 0 on the way; otherwise the model is left as it is.
@@ -56,6 +63,7 @@ class Surgeon:
         Args:
             model: Dense; its weights are read.
             strategy: Broadcasts the outcome.
+            decomposer: Decomposes by more than the weights; None goes by these alone.
 
         Raises:
             ConfigError: On every rank alike, when the arguments do not fit the model.
@@ -63,7 +71,7 @@ class Surgeon:
         if not self.cuts or self.choices is not None:
             return
         self.parameters_before = sum(parameter.numel() for parameter in model.parameters())
-        found: Any = self._decide_here(model) if strategy.is_global_zero else None
+        found: Any = self._decide_here(model, decomposer) if strategy.is_global_zero else None
         problem, self.choices, self.stages = strategy.broadcast(found)
         if problem is not None:
             raise ConfigError(*problem)
@@ -106,11 +114,14 @@ class Surgeon:
             return f"the choices keep all {len(rows)} layers dense {reason}"
         return f"rank={rank!r} is met by none of {len(rows)} layers {reason}"
 
-    def _decide_here(self, model: nn.Module) -> Outcome:
+    def _decide_here(self, model: Any, decomposer: Decomposer | None) -> Outcome:
         staged = self._recovery is not None and self._recovery.staged
         options = {"choices": self._given} if self._given is not None else dict(self._options or {})
         try:
-            report = decompose(duplicate(model) if staged else model, **options)
+            if decomposer is not None:
+                report = decomposer.decompose(model, options, change=not staged)
+            else:
+                report = decompose(duplicate(model) if staged else model, **options)
         except ConfigError as error:
             return (error.problem, error.hint), None, []
         self.report = report

@@ -38,9 +38,9 @@ def image():
     return torch.randn(2, 3, 12, 12)
 
 
-def test_keeps_the_share_of_parameters_asked_for():
+def test_every_layer_keeps_its_share_where_none_is_allocated():
     net = small_net()
-    report = decompose(net, rank=0.5)
+    report = decompose(net, rank=0.5, allocate=None)
     for row in report.factorized:
         bias = (
             0
@@ -62,14 +62,16 @@ def test_every_rank_rule_makes_a_smaller_model_that_trains(rank, image):
     assert sum(p.numel() for p in net.parameters()) == report.parameters_after < report.parameters_before
 
 
-def test_twice_is_once(image):
+@pytest.mark.parametrize("allocate", [None, "parameters"])
+def test_twice_is_once(image, allocate):
     net = small_net()
-    decompose(net, rank=0.5)
+    decompose(net, rank=0.5, allocate=allocate)
     before = net.eval()(image)
-    again = decompose(net, rank=0.25)
-    assert torch.equal(net(image), before)
-    assert again.parameters_before == again.parameters_after
-    assert all(row.reason.startswith("already factorized") for row in again)
+    for share in (0.5, 0.25):
+        again = decompose(net, rank=share, allocate=allocate)
+        assert torch.equal(net(image), before)
+        assert again.parameters_before == again.parameters_after
+    assert any(row.reason.startswith("already factorized") for row in again)
 
 
 def test_reported_error_is_the_error_of_the_weight():

@@ -4,7 +4,8 @@ Paper: Idelbayev and Carreira-Perpinan, CVPR 2020 ("Low-rank compression of neur
 layer"). Reproduced: one spectrum a layer, one Lagrange multiplier, exact minimum over ranks a layer. Changed: several
 methods compete within a layer, errors are relative to the layer's norm (BatchNorm makes the absolute scale
 meaningless), the resource may be parameters, operations, training memory or predicted seconds, and what the
-multiplier leaves over is spent greedily. Complexity: one rank table a layer and method, then O(rows) a bisection
+multiplier leaves over is spent greedily; where batches are given, a layer's loss is weighed by its sensitivity and its
+error is that of its outputs. Complexity: one rank table a layer and method, then O(rows) a bisection
 step.
 """
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ctdr_lightning.basics.registry import Registry
+from ctdr_lightning.decomposition.algorithms.linalg import working
 from ctdr_lightning.decomposition.choose.costs import CostModel, predicted_seconds, stage_costs, weigh
 from ctdr_lightning.decomposition.choose.select import Layer
 from ctdr_lightning.decomposition.methods import Candidate, KeepDenseError, Method, RankTable
@@ -84,20 +86,36 @@ def frontier(table: RankTable, most: int = _ROWS) -> RankTable:
     return table.where(kept)
 
 
-def layer_options(
-    layer: Layer, methods: Sequence[Method], resource: str, costs: CostModel, multiple: int
-) -> LayerOptions:
-    """Every worthwhile factorization of a layer, and the layer itself."""
+def layer_candidates(layer: Layer, methods: Sequence[Method], multiple: int) -> list[Candidate]:
+    """Every worthwhile factorization of a layer: the expensive part, the same for every share and resource."""
     assert layer.geometry is not None
-    found: list[Candidate | None] = [None]
+    found: list[Candidate] = []
     for method in methods:
-        table = frontier(method.table(layer.geometry, layer.weighted).rounded(multiple))
+        weight = layer.weighted if method.chained else working(layer.weight)
+        table = frontier(method.table(layer.geometry, weight).rounded(multiple))
         rows = (table.candidate(method, torch.tensor(row)) for row in range(len(table.error)))
         found += [row for row in rows if row.parameters < layer.geometry.n_weights]
+    return found
+
+
+def layer_options(
+    layer: Layer, candidates: Sequence[Candidate], resource: str, costs: CostModel, weight: float = 1.0
+) -> LayerOptions:
+    """Price what a layer may become: itself at its full price, and each factorization that saves memory.
+
+    Args:
+        layer: The layer.
+        candidates: Its factorizations.
+        resource: Key of ``RESOURCES``.
+        costs: Where it gates, factorizations that need more memory than the dense layer are no options.
+        weight: How much the model's loss minds this layer's error, against the other layers.
+    """
+    saving = [c for c in candidates if not costs.gates or not layer.calls or weigh(layer, c, costs).net_bytes <= 0]
+    found: list[Candidate | None] = [None, *saving]
     measure = RESOURCES[resource]
     cost = torch.tensor([measure(layer, candidate, costs) for candidate in found], dtype=torch.float64)
     lost = torch.tensor([candidate.error**2 if candidate else 0.0 for candidate in found], dtype=torch.float64)
-    loss = -torch.log1p(-lost.clamp_max(1 - 1e-9))
+    loss = -torch.log1p(-lost.clamp_max(1 - 1e-9)) * weight
     return LayerOptions(found, cost, loss)
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ctdr_lightning.basics.devices import DeviceModel
 
 OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "rmsprop": 1, "adam": 2, "adamw": 2}
+NOT_CALLED = "its forward is not called: the weight is read directly, or the layer is not used"
 _TOLERANCE = 1.05
 _PASSES = 3
 
@@ -40,11 +41,13 @@ class CostModel:
         recompute: Whether the activations inside a factorized layer will be recomputed: they then cost time, not
             memory.
         measure: Whether a factorization must also run faster in a micro-benchmark.
+        gates: Whether a factorization that needs more memory, or more time, is refused where shapes are known.
     """
 
     optimizer: str = "adam"
     recompute: bool = False
     measure: bool = True
+    gates: bool = True
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZER_STATES:
@@ -120,19 +123,24 @@ def check_pays(layer: Layer, candidate: Candidate, costs: CostModel) -> None:
     Raises:
         KeepDenseError: Saying what it would cost.
     """
-    if layer.calls is None:
+    if layer.calls is None or not costs.gates:
         return
     if not layer.calls:
-        raise KeepDenseError("its forward is not called: the weight is read directly, or the layer is not used")
+        raise KeepDenseError(NOT_CALLED)
     found = weigh(layer, candidate, costs)
     if found.net_bytes > 0:
         added, saved = format_bytes(found.activations_added_bytes), format_bytes(found.state_saved_bytes)
         raise KeepDenseError(f"{candidate.method.name} would add {added} of activations and save {saved} of state")
     if costs.measure:
-        _check_faster(layer, candidate, costs)
+        check_faster(layer, candidate, costs)
 
 
-def _check_faster(layer: Layer, candidate: Candidate, costs: CostModel) -> None:
+def check_faster(layer: Layer, candidate: Candidate, costs: CostModel) -> None:
+    """Let a factorization through that a micro-benchmark finds no slower than the dense layer.
+
+    Raises:
+        KeepDenseError: Saying how much longer it takes.
+    """
     assert layer.geometry is not None
     weight = weight_of(layer.module)
     layout = is_channels_last(weight)

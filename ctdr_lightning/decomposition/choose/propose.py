@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.parallel import each
 from ctdr_lightning.decomposition.choose import patterns
-from ctdr_lightning.decomposition.choose.allocate import RESOURCES, LayerOptions, layer_options, spend
+from ctdr_lightning.decomposition.choose.allocate import RESOURCES
 from ctdr_lightning.decomposition.choose.choices import Choices, LayerChoice
 from ctdr_lightning.decomposition.choose.costs import CostModel, check_pays
 from ctdr_lightning.decomposition.choose.rank import RankLike, RankSpec, explicit, ranked
@@ -74,23 +74,21 @@ class Request:
 
 
 def propose(layers: Sequence[Layer], request: Request) -> Choices:
-    """Decide every layer: method and ranks, or dense and why.
+    """Decide every layer by itself: method and ranks, or dense and why.
 
     Raises:
         ConfigError: For patterns that conflict, ranks a layer does not have, a budget that cannot be met, and weights
             that are not finite.
     """
-    _check_reachable(layers, request)
-    find = _options_for if request.allocate is not None else _choice_for
+    check_reachable(layers, request)
     found = each(
-        lambda layer: find(layer, request), layers, "rank", progress=request.progress, parallel=on_processor(layers)
+        lambda layer: _choice_for(layer, request),
+        layers,
+        "rank",
+        progress=request.progress,
+        parallel=on_processor(layers),
     )
-    by_name = {layer.name: outcome for layer, outcome in zip(layers, found, strict=True)}
-    choices = {name: outcome for name, outcome in by_name.items() if isinstance(outcome, LayerChoice)}
-    options = {name: outcome for name, outcome in by_name.items() if isinstance(outcome, LayerOptions)}
-    if options:
-        choices |= _allocate({layer.name: layer for layer in layers}, options, request)
-    return Choices({layer.name: choices[layer.name] for layer in layers})
+    return Choices({layer.name: choice for layer, choice in zip(layers, found, strict=True)})
 
 
 def _specs(rank: RankLike | Mapping[str, RankLike], names: Sequence[str]) -> dict[str, RankSpec]:
@@ -124,7 +122,7 @@ def candidates(names: Sequence[str], geometry: Geometry) -> list[Method]:
     return list(dict.fromkeys(method_for(name, geometry) for name in wanted))
 
 
-def _check_reachable(layers: Sequence[Layer], request: Request) -> None:
+def check_reachable(layers: Sequence[Layer], request: Request) -> None:
     """Refuse a whole number above every mode of every layer it is meant for: nothing would be decomposed."""
     wanted = [(layer, patterns.lookup(request.specs, layer.name, "rank")) for layer in layers if not layer.refusal]
     for spec in {spec for _, spec in wanted if spec and spec.rule == "fixed" and not spec.ranks}:
@@ -140,7 +138,7 @@ def _check_reachable(layers: Sequence[Layer], request: Request) -> None:
             )
 
 
-def _rank_for(layer: Layer, request: Request) -> RankSpec:
+def rank_for(layer: Layer, request: Request) -> RankSpec:
     """The rank requested for a layer that may be decomposed.
 
     Raises:
@@ -172,22 +170,12 @@ def _candidates_for(layer: Layer, request: Request) -> list[Candidate]:
     Raises:
         KeepDenseError: When there is none.
     """
-    spec = _rank_for(layer, request)
+    spec = rank_for(layer, request)
     methods = request.methods_for(layer)
     assert layer.geometry is not None
     if spec.ranks:
         return [explicit(methods[0], layer.geometry, spec.ranks, f"rank of layer {layer.name!r}")]
     return ranked(spec, methods, layer.geometry, layer.weighted, request.multiple)
-
-
-def _options_for(layer: Layer, request: Request) -> LayerOptions | LayerChoice:
-    """Options to spend a budget on, or the choice to stay dense."""
-    try:
-        _rank_for(layer, request)
-    except KeepDenseError as reason:
-        return LayerChoice(reason=str(reason))
-    assert request.allocate is not None
-    return layer_options(layer, request.methods_for(layer), request.allocate, request.costs, request.multiple)
 
 
 def _best_paying(layer: Layer, candidates: Sequence[Candidate], request: Request) -> LayerChoice:
@@ -207,45 +195,3 @@ def _check(layer: Layer, candidate: Candidate, costs: CostModel) -> Candidate:
         raise KeepDenseError(f"{shown} would have {candidate.parameters:,} weights, dense {layer.geometry.n_weights:,}")
     check_pays(layer, candidate, costs)
     return candidate
-
-
-def _refusal(layer: Layer, candidate: Candidate, costs: CostModel) -> str:
-    try:
-        check_pays(layer, candidate, costs)
-    except KeepDenseError as reason:
-        return str(reason)
-    return ""
-
-
-def _allocate(
-    layers: Mapping[str, Layer], options: Mapping[str, LayerOptions], request: Request
-) -> dict[str, LayerChoice]:
-    """Spend the budget; where a layer's choice does not pay, that layer stays dense and the budget is spent anew."""
-    share = next(iter(request.specs.values())).value
-    budget = share * sum(float(o.cost[0]) for o in options.values())
-    left, refused = dict(options), dict[str, str]()
-    while True:
-        try:
-            picked = spend(left, budget)
-        except KeepDenseError as reason:
-            held = (
-                f" {len(refused)} layers stay dense, {min(refused)!r} because it {refused[min(refused)]}."
-                if refused
-                else ""
-            )
-            raise ConfigError(
-                f"rank={share} of all {request.allocate} cannot be met: {reason}.{held}",
-                "Raise rank, or let activations inside layers be recomputed: recompute=True.",
-            ) from None
-        found = {
-            name: _refusal(layers[name], candidate, request.costs) for name, candidate in picked.items() if candidate
-        }
-        new = {name: reason for name, reason in found.items() if reason}
-        if not new:
-            better = "the budget is spent better elsewhere"
-            return {
-                name: LayerChoice.of(c) if c else LayerChoice(reason=refused.get(name, better))
-                for name, c in picked.items()
-            }
-        refused |= new
-        left |= {name: LayerOptions([None], options[name].cost[:1], options[name].loss[:1]) for name in new}

@@ -91,7 +91,9 @@ def net():
 
 
 def test_early_layers_lose_and_late_ones_win():
-    report = decompose(net(), rank=0.3, method="tucker", example_input=torch.randn(2, 16, 32, 32), measure=False)
+    report = decompose(
+        net(), rank=0.3, allocate=None, method="tucker", example_input=torch.randn(2, 16, 32, 32), measure=False
+    )
     early, late = report.layers
     assert early.decision == "dense"
     assert "would add" in early.reason
@@ -102,15 +104,15 @@ def test_early_layers_lose_and_late_ones_win():
 
 def test_recomputed_activations_cost_no_memory():
     x = torch.randn(2, 16, 32, 32)
-    report = decompose(net(), rank=0.3, method="tucker", example_input=x, measure=False, recompute=True)
+    report = decompose(net(), rank=0.3, allocate=None, method="tucker", example_input=x, measure=False, recompute=True)
     assert [row.decision for row in report] == ["factorized", "factorized"]
 
 
 def test_another_method_is_taken_where_the_first_does_not_pay():
     shapes = {"0": (1, 16, 24, 24), "2": (1, 16, 4, 4)}
-    report = decompose(net(), rank=0.3, method=["tucker", "svd"], input_shapes=shapes, measure=False)
+    report = decompose(net(), rank=0.3, allocate=None, method=["tucker", "svd"], input_shapes=shapes, measure=False)
     assert report.layers[0].method == "svd"
-    only = decompose(net(), rank=0.3, method="tucker", input_shapes=shapes, measure=False)
+    only = decompose(net(), rank=0.3, allocate=None, method="tucker", input_shapes=shapes, measure=False)
     assert only.layers[0].decision == "dense"
 
 
@@ -124,7 +126,7 @@ class ReadsTheWeight(nn.Module):
 
 
 def test_a_layer_whose_forward_is_not_called_stays_dense():
-    report = decompose(ReadsTheWeight(), rank=0.3, example_input=torch.randn(8, 32), measure=False)
+    report = decompose(ReadsTheWeight(), rank=0.3, allocate=None, example_input=torch.randn(8, 32), measure=False)
     by_name = {row.name: row for row in report}
     assert "not called" in by_name["read"].reason
     assert by_name["called"].decision == "factorized"
@@ -133,9 +135,9 @@ def test_a_layer_whose_forward_is_not_called_stays_dense():
 def test_slower_is_refused_unless_insisted(monkeypatch):
     monkeypatch.setattr(weigh_module, "step_seconds", lambda job: (1.0, 1.2))
     shapes = {"0": (1, 16, 4, 4), "2": (1, 16, 4, 4)}
-    report = decompose(net(), rank=0.3, input_shapes=shapes)
+    report = decompose(net(), rank=0.3, allocate=None, input_shapes=shapes)
     assert all("1.20 times as long" in row.reason for row in report)
-    assert len(decompose(net(), rank=0.3, input_shapes=shapes, measure=False).factorized) == 2
+    assert len(decompose(net(), rank=0.3, allocate=None, input_shapes=shapes, measure=False).factorized) == 2
 
 
 def test_benchmark_runs_once_a_shape_and_draws_no_random_number():
@@ -215,7 +217,7 @@ def test_bad_arguments(arguments, words):
 
 def test_flops_of_the_report_are_a_samples():
     x = torch.randn(4, 16, 32, 32)
-    report = decompose(net(), rank=0.3, example_input=x, measure=False, recompute=True)
+    report = decompose(net(), rank=0.3, allocate=None, example_input=x, measure=False, recompute=True)
     assert report.layers[0].flops_before == 2 * 16 * 16 * 9 * 32 * 32
     assert report.flops_after < report.flops_before
     assert not math.isnan(report.layers[0].relative_error)

@@ -40,7 +40,7 @@ class Watch(Callback):
 
 
 def test_stages_are_cut_in_order_of_tolerance_and_the_optimizer_follows():
-    callback, watch = CTDRCallback(rank=0.5, recovery=STAGED, policy="keep", verbose=False), Watch()
+    callback, watch = CTDRCallback(rank=0.5, allocate=None, recovery=STAGED, policy="keep", verbose=False), Watch()
     module = parts.blobs()
     parts.fit(module, callback, watch, max_epochs=4)
     stages = callback.surgeon.stages

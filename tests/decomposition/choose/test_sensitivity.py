@@ -6,7 +6,9 @@ from torch import nn
 
 from ctdr_lightning import decompose
 from ctdr_lightning.decomposition import METHODS
-from ctdr_lightning.decomposition.choose.observe import second_moments, whitening
+from ctdr_lightning.decomposition.choose.batches import Batches
+from ctdr_lightning.decomposition.choose.select import find_layers
+from ctdr_lightning.decomposition.choose.sensitivity import gather
 from ctdr_lightning.decomposition.layers.surgery import factorize
 from tests.decomposition.cases import geometry_of
 
@@ -16,10 +18,16 @@ def correlated(n_samples: int, n_features: int) -> torch.Tensor:
     return torch.randn(n_samples, n_features) @ mix.T
 
 
+def seen(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The whitening that a layer gets from one batch."""
+    model = nn.Sequential(layer)
+    return gather(model, find_layers(model), Batches.draw([x], 1, None)).whitening["0"]
+
+
 def test_linear_layer_reaches_the_best_output_error():
     layer, x = nn.Linear(24, 20, bias=False), correlated(4000, 24)
     geometry = geometry_of(layer)
-    new = factorize(layer, geometry, "svd", (6,), whitening=whitening(second_moments(geometry, x)))
+    new = factorize(layer, geometry, "svd", (6,), whitening=seen(layer, x))
     plain = factorize(layer, geometry, "svd", (6,))
     y = layer(x)
     best = torch.linalg.svdvals(y)[6:].norm() / y.norm()  # Eckart-Young on the outputs themselves
@@ -35,7 +43,7 @@ def test_convolutions_lose_less_of_their_outputs(method, groups):
     x = correlated(8 * 8 * 8, 16).reshape(8, 8, 8, 16).permute(0, 3, 1, 2)
     geometry = geometry_of(layer)
     ranks = METHODS[method].uniform(geometry, 5 if method != "cp" else 12)
-    weight = whitening(second_moments(geometry, x))
+    weight = seen(layer, x)
     new, plain = factorize(layer, geometry, method, ranks, whitening=weight), factorize(layer, geometry, method, ranks)
     y = layer(x)
     assert (new(x) - y).norm() < (plain(x) - y).norm()
@@ -47,17 +55,19 @@ def test_convolutions_lose_less_of_their_outputs(method, groups):
 def test_full_rank_stays_exact(method):
     layer, x = nn.Conv2d(6, 8, 3), torch.randn(4, 6, 7, 7)
     geometry = geometry_of(layer)
-    new = factorize(
-        layer, geometry, method, METHODS[method].max_ranks(geometry), whitening=whitening(second_moments(geometry, x))
-    )
+    new = factorize(layer, geometry, method, METHODS[method].max_ranks(geometry), whitening=seen(layer, x))
     torch.testing.assert_close(new(x), layer(x), rtol=1e-3, atol=1e-4)
 
 
-def test_second_moments_sum_over_all_positions():
-    layer, x = nn.Conv1d(6, 4, 3, groups=2), torch.randn(3, 6, 5)
+def test_covariances_are_centred_and_over_all_positions():
+    layer, x = nn.Conv1d(6, 4, 3, groups=2), torch.randn(3, 6, 5) + 7
     flat = x.permute(0, 2, 1).reshape(-1, 2, 3)
-    expected = torch.stack([flat[:, g].T @ flat[:, g] for g in range(2)]).double()
-    torch.testing.assert_close(second_moments(geometry_of(layer), x), expected, rtol=1e-5, atol=1e-5)
+    factor = seen(layer, x)
+    for group in range(2):
+        covariance = torch.cov(flat[:, group].T, correction=0).double()
+        top = torch.linalg.eigvalsh(covariance)[-1]
+        expected = covariance / top + 1e-3 * torch.eye(3)
+        torch.testing.assert_close(factor[group] @ factor[group].T, expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("form", ["tensor", "pair"])
@@ -71,5 +81,6 @@ def test_whole_model_from_batches(form):
     report = decompose(model.train(), rank=8, data=data)
     assert len(report.factorized) == 2
     assert model.training
-    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items() if key.startswith("1."))
+    kept = ("1.weight", "1.bias", "1.num_batches_tracked")  # running statistics follow the layer before them
+    assert all(torch.equal(before[key], model.state_dict()[key]) for key in kept)
     assert (model.eval()(x) - y).norm() < y.norm()

@@ -1,0 +1,105 @@
+"""Ranks at many shares of one dense model: looked at once, asked as often as wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from ctdr_lightning.decomposition.choose.batches import Batches, Step
+from ctdr_lightning.decomposition.choose.choices import Choices
+from ctdr_lightning.decomposition.choose.costs import CostModel
+from ctdr_lightning.decomposition.choose.propose import MethodLike, Request
+from ctdr_lightning.decomposition.choose.rank_search import RankSearch, Start
+from ctdr_lightning.decomposition.choose.select import find_layers
+from ctdr_lightning.decomposition.choose.sensitivity import gather
+from ctdr_lightning.decomposition.layers.attention import opened
+from ctdr_lightning.decomposition.trial import Bench, Trial, adopt
+
+
+class RankChooser:
+    """Chooses ranks of one dense model at any share, and measures how far the outputs then are from the dense ones.
+
+    The model stays dense until `adopt`. Made by `rank_chooser`.
+
+    Args:
+        model: Dense.
+        batches: Without them errors are those of the weights, and nothing is refitted or measured.
+        select: Patterns of layers.
+        method: As for `decompose`.
+        costs: How memory and time are weighed.
+        multiple: What ranks are rounded to.
+        progress: Whether to show progress bars.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Batches | None = None,
+        select: str | Sequence[str] | None = None,
+        method: MethodLike = "auto",
+        costs: CostModel | None = None,
+        multiple: int = 1,
+        progress: bool = True,
+    ) -> None:
+        self.model = model
+        layers = find_layers(model, select)
+        evidence = gather(model, layers, batches) if batches is not None else None
+        self.layers = evidence.noted(layers) if evidence is not None else layers
+        names = [layer.name for layer in layers]
+        costs = costs or CostModel(gates=False)
+        request = Request.read(names, 0.5, method, "parameters", multiple, costs, progress)
+        self._search = RankSearch(self.layers, request, evidence)
+        self._bench = Bench(model, self.layers, evidence, progress=progress)
+
+    def proposals(self, share: float, resource: str = "parameters") -> list[tuple[Start, Choices]]:
+        """Choices by each way of judging errors: milliseconds, nothing is factorized.
+
+        Args:
+            share: Share of the resource that all layers together keep, in (0, 1].
+            resource: ``"parameters"``, ``"flops"``, ``"memory"`` or ``"seconds"``.
+
+        Raises:
+            ConfigError: When even the cheapest options cost more.
+        """
+        return [(start, self._search.choices(share, resource, start)) for start in self._search.starts]
+
+    def try_out(self, choices: Choices, start: Start | None = None) -> Trial:
+        """Factorize, refit and measure some choices; the model stays dense."""
+        return self._bench.trial(choices, start or Start())
+
+    def best(self, share: float, resource: str = "parameters") -> Trial:
+        """The proposal of least measured divergence, tried out; arguments as for `proposals`."""
+        return self._bench.best(self._search, share, resource)
+
+    def adopt(self, trial: Trial) -> None:
+        """Make a trial's layers the model's; nothing else can be tried afterwards."""
+        adopt(self.model, self.layers, trial)
+
+
+@contextmanager
+def rank_chooser(
+    model: nn.Module, data: Iterable[Any] | None = None, step: Step | None = None, n_batches: int = 8, **options: Any
+) -> Iterator[RankChooser]:
+    """A chooser over a model, its attention opened meanwhile so that the projections can be chosen.
+
+    Args:
+        model: Any module, dense.
+        data: Batches, as for `decompose`.
+        step: Runs the model on a batch, as for `decompose`.
+        n_batches: How many batches are used.
+        options: For `RankChooser`.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+        >>> with rank_chooser(model, [torch.randn(64, 32) for _ in range(4)], progress=False) as chooser:
+        ...     trials = [chooser.best(share) for share in (0.75, 0.5)]
+        ...     chooser.adopt(trials[0])
+        >>> trials[0].divergence < trials[1].divergence
+        True
+    """
+    with opened(model):
+        yield RankChooser(model, Batches.draw(data, n_batches, step) if data is not None else None, **options)

@@ -1,0 +1,154 @@
+"""Try choices on a model: put the factors in, refit them, measure the outputs' divergence, take everything back.
+
+Which way of judging errors is best differs from network to network and from share to share (of {weights, Fisher} x
+{plain, covariance} each is best somewhere), so a few are tried and the least measured divergence wins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ctdr_lightning.basics.parallel import each
+from ctdr_lightning.decomposition.choose.batches import untouched
+from ctdr_lightning.decomposition.choose.choices import Choices
+from ctdr_lightning.decomposition.choose.divergence import Judge
+from ctdr_lightning.decomposition.choose.rank_search import RankSearch, Start
+from ctdr_lightning.decomposition.choose.select import Layer, on_processor
+from ctdr_lightning.decomposition.choose.sensitivity import Evidence
+from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer
+from ctdr_lightning.decomposition.layers.surgery import factorize, replace_everywhere
+from ctdr_lightning.decomposition.layers.tied import follow_owners
+from ctdr_lightning.decomposition.refit import DenseRecord, Statistics, refit, set_statistics
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Choices with the factors that carry them out, and how far the outputs then are from the dense model's.
+
+    Args:
+        choices: Of every layer.
+        start: How the layers' errors were judged.
+        divergence: Mean divergence of the outputs, in nats; see `choose.divergence`. NaN where nothing was run.
+        layers: The factorized layers by name, their last factors refitted.
+        statistics: Running mean and variance that BatchNorm layers should have, by name.
+    """
+
+    choices: Choices
+    start: Start
+    divergence: float
+    layers: Mapping[str, FactorizedLayer] = field(repr=False)
+    statistics: Statistics = field(repr=False)
+
+
+class Bench:
+    """Where choices are tried on one dense model, which stays as it is.
+
+    Args:
+        model: Dense.
+        layers: Its layers, with what evidence there is.
+        evidence: Its batches are run; without it factors are neither refitted nor measured.
+        solver: Registered solver name.
+        progress: Whether to show a progress bar.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[Layer],
+        evidence: Evidence | None,
+        solver: str = "gram",
+        progress: bool = True,
+    ) -> None:
+        self._model, self._layers = model, {layer.name: layer for layer in layers}
+        self._solver, self._progress = solver, progress
+        self._judge = Judge(model, evidence.batches) if evidence is not None else None
+        self._record = DenseRecord(model, layers, evidence.batches) if evidence is not None else None
+
+    def best(self, search: RankSearch, share: float, resource: str = "parameters") -> Trial:
+        """The trial of least divergence over the ways to judge errors.
+
+        Args:
+            search: Makes the choices.
+            share: Share of the resource that all layers together keep.
+            resource: Key of ``RESOURCES``.
+        """
+        if len(search.starts) == 1:
+            return self.trial(search.choices(share, resource), search.starts[0])
+        trials: dict[str, Trial] = {}
+        for start in search.starts:
+            choices = search.choices(share, resource, start)
+            key = f"{start.covariance} {choices.to_dict()}"
+            if key not in trials:
+                trials[key] = self.trial(choices, start)
+        return min(trials.values(), key=lambda trial: trial.divergence)
+
+    def trial(self, choices: Choices, start: Start) -> Trial:
+        """Factorize, and where there are batches refit and measure."""
+        layers = self._factorized(choices, start)
+        if self._judge is None or self._record is None or not layers:
+            return Trial(choices, start, math.nan if layers else 0.0, layers, {})
+        with standing(self._model, self._layers, layers):
+            statistics = refit(self._model, layers, self._record)
+            with untouched(self._model):
+                set_statistics(self._model, statistics)
+                divergence = self._judge.divergence(self._model)
+        return Trial(choices, start, divergence, layers, statistics)
+
+    def _factorized(self, choices: Choices, start: Start) -> dict[str, FactorizedLayer]:
+        chosen = choices.factorized
+        names = [name for name in self._layers if name in chosen]
+        layers = [self._layers[name] for name in names]
+
+        def one(layer: Layer) -> FactorizedLayer:
+            assert layer.geometry is not None
+            choice = chosen[layer.name]
+            assert choice.method is not None
+            whitening = layer.whitening if start.covariance else None
+            new = factorize(layer.module, layer.geometry, choice.method, choice.ranks, self._solver, whitening)
+            own_bias(new)
+            return new
+
+        found = each(one, layers, "factorize", progress=self._progress, parallel=on_processor(layers))
+        return dict(zip(names, found, strict=True))
+
+
+def own_bias(layer: FactorizedLayer) -> None:
+    """Give a factorized layer a copy of the dense layer's bias, so that a refit leaves the dense layer alone."""
+    if layer.bias is not None:
+        layer.chain[-1].bias = nn.Parameter(layer.bias.detach().clone(), requires_grad=layer.bias.requires_grad)
+
+
+@torch.no_grad()
+def adopt(model: nn.Module, layers: Sequence[Layer], trial: Trial) -> None:
+    """Make a trial's layers the model's, with the dense layers' own bias parameters."""
+    swaps: dict[nn.Module, nn.Module] = {}
+    for layer in layers:
+        if layer.name not in trial.layers:
+            continue
+        new, bias = trial.layers[layer.name], getattr(layer.module, "bias", None)
+        if bias is not None and new.bias is not None:
+            bias.copy_(new.bias)
+            new.chain[-1].bias = bias
+        swaps[layer.module] = new
+    replace_everywhere(model, swaps | follow_owners(model, swaps))
+    set_statistics(model, trial.statistics)
+
+
+@contextmanager
+def standing(
+    model: nn.Module, layers: Mapping[str, Layer], factorized: Mapping[str, FactorizedLayer]
+) -> Iterator[None]:
+    """Have factorized layers stand in a model for a while."""
+    swaps: dict[nn.Module, nn.Module] = {layers[name].module: new for name, new in factorized.items()}
+    swaps |= follow_owners(model, swaps)
+    replace_everywhere(model, swaps)
+    try:
+        yield
+    finally:
+        replace_everywhere(model, {new: old for old, new in swaps.items()})
