@@ -51,8 +51,13 @@ class ManyShapes:
         counts: How many steps were kept plain, had another's plan, had it polished, or were planned by themselves.
 
     Example:
-        >>> shapes = ManyShapes(lambda trace, limit: plan(trace, limit))      # doctest: +SKIP
-        >>> plans = [shapes(trace, 2**30) for trace in traces]                # doctest: +SKIP
+        >>> import torch
+        >>> from ctdr_lightning import plan, record
+        >>> net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        >>> traces = [record(lambda: net(torch.randn(n, 8)).sum()) for n in (16, 12)]
+        >>> shapes = ManyShapes(lambda trace, limit: plan(trace, limit))
+        >>> [shapes(trace, 2**20).peak_bytes <= 2**20 for trace in traces]
+        [True, True]
     """
 
     def __init__(self, planner: Callable[[Trace, int], Plan], policy: str = "auto") -> None:
