@@ -117,6 +117,6 @@ def _read(hint: Any, item: Any, where: str) -> Any:
         return read_record(hint, item)
     if hint is float and type(item) in (int, float) and math.isfinite(item):
         return float(item)
-    if type(item) is not hint:
+    if hint is float or type(item) is not hint:
         raise ValueError(f"{where} is {item!r}")
     return item
