@@ -47,6 +47,9 @@ try:
     # The public `saved_tensors_hooks` can be entered and left, but not asked which hooks are on top: without an answer
     # the hooks could not leave for the ops that keep everything (2.7 has no such name, which sets the floor).
     from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks
+
+    # Where `torch.cond` and its kind compile themselves; no public hook is told of it.
+    from torch._higher_order_ops import utils as higher_order_utils
     from torch._ops import OpOverload  # the type of an aten op
 
     # Fake tensors carry shapes and no data: a plan needs neither a GPU nor memory.
@@ -124,6 +127,7 @@ __all__ = [
     "current_dispatch_mode",
     "dump_cuda_memory",
     "graph_task_id",
+    "higher_order_utils",
     "is_key_excluded",
     "n_dispatch_modes",
     "no_dispatch_modes",

@@ -77,9 +77,9 @@ class Bench:
                 self.backward(loss)
         if not around:
             self.backward(loss)
-        return self._outcome(loss)
+        return self.outcome(loss)
 
-    def _outcome(self, loss: Tensor) -> Outcome:
+    def outcome(self, loss: Tensor) -> Outcome:
         found = {"loss": loss.detach().clone(), "rng": torch.get_rng_state()}
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:

@@ -102,7 +102,7 @@ def test_a_step_that_differs_is_exact_and_measured_anew():
     want = bench.run()
     bench.reset()
     run(session, net, batch, longer)
-    assert not bench._outcome(want.tensors["loss"]).differs_from(want)
+    assert not bench.outcome(want.tensors["loss"]).differs_from(want)
     assert "differed from its plan" in session.events[-1]
     assert session.plan is None
     run(session, net, batch, longer)

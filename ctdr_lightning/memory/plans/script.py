@@ -17,7 +17,7 @@ from ctdr_lightning.memory.plans.actions import (
 )
 from ctdr_lightning.memory.traces.bells import bells_of
 from ctdr_lightning.memory.traces.op_kinds import TRACKED_VIEWS
-from ctdr_lightning.memory.traces.trace import OpRecord, Trace
+from ctdr_lightning.memory.traces.trace import WEIGHT, OpRecord, Trace
 
 STAYS = {"kept", "no", "awaited", "needed"}
 
@@ -40,6 +40,8 @@ class ScriptLine:
         sends: ``(output, value id)`` of each of its outputs that is put away.
         marked: Whether something is sent, or must be gone, once it has run.
         bell: Tick of the backward that is heard when what is saved after it is asked for; -1 where none need be.
+        exposed: Whether its replay reads a tensor from before the step, no weight, that autograd did not save. A step
+            that differs may write over such a tensor unnoticed where plain autograd would not mind.
     """
 
     op: str
@@ -53,6 +55,7 @@ class ScriptLine:
     sends: tuple[tuple[int, ...], ...] = ()
     marked: bool = False
     bell: int = -1
+    exposed: bool = False
 
     @property
     def busy(self) -> bool:
@@ -88,6 +91,7 @@ def write_script(trace: Trace, actions: Actions) -> tuple[ScriptLine, ...]:
                 sends,
                 op.tick in marks,
                 bells.get(place, -1),
+                replay and _is_exposed(trace, op),
             )
         )
     return tuple(lines)
@@ -103,6 +107,11 @@ def _bells(trace: Trace, away: Mapping[int, Away]) -> dict[int, int]:
     """From places in the forward to the tick that is heard of them, for all ticks at which something returns."""
     wanted = {action.back_at for action in away.values() if isinstance(action, Offload)}
     return {place: tick for tick, place in bells_of(trace).items() if tick in wanted}
+
+
+def _is_exposed(trace: Trace, op: OpRecord) -> bool:
+    sources = (trace.values[v] for v in op.inputs)
+    return any(s.op < 0 and not s.saves and s.pin != WEIGHT for s in sources)
 
 
 def _is_plain_view(trace: Trace, op: OpRecord) -> bool:

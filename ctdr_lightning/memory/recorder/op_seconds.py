@@ -29,7 +29,7 @@ def op_seconds(device: DeviceModel, func: OpOverload, args: tuple[Any, ...], kwa
     if traits(func).view:
         return 0.0
     outs = list(tensors_in(out if type(out) in (tuple, list) else (out,)))
-    count = flop_registry.get(func._overloadpacket)
+    count = flop_registry.get(getattr(func, "_overloadpacket", func))  # a higher-order operator has no packet
     flops = count(*args, **kwargs, out_val=out) if count is not None else 0
     moved = sum(t.nbytes for t in (*tensors_in((*args, *kwargs.values())), *outs))
     half = bool(outs) and outs[0].element_size() <= 2

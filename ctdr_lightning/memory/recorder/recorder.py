@@ -24,20 +24,21 @@ from ctdr_lightning.memory.recorder.call_seconds import CallSeconds
 from ctdr_lightning.memory.recorder.op_seconds import op_seconds
 from ctdr_lightning.memory.recorder.step_log import LoggedHandle, StepLog
 from ctdr_lightning.memory.recorder.workspace import WorkspaceProbe
-from ctdr_lightning.memory.tape.clock import Clock, CpuClock, CudaClock, ModelClock
+from ctdr_lightning.memory.tape.clock import Clock, CpuClock, CudaClock, ModelClock, Timed
 from ctdr_lightning.memory.tape.module_paths import ModulePaths
 from ctdr_lightning.memory.tape.online import Evictor, Online
 from ctdr_lightning.memory.traces.trace import Trace
 from ctdr_lightning.memory.values.batchnorm_again import ShortcutTimes
+from ctdr_lightning.memory.values.higher_order import HigherOrderUnseen
 from ctdr_lightning.memory.values.op_traits import COLLECTIVE, pin_reason_of_types, traits
 from ctdr_lightning.memory.values.replay import materialize
 from ctdr_lightning.memory.values.tensors import tensors_in
 from ctdr_lightning.memory.values.value import Value
 from ctdr_lightning.memory.values.value_table import ValueTable
 
-HANDLINGS = (
-    8  # times the time to log an op is what one costs that is dropped: seen, captured, handed out and in, called
-)
+# Replaying one op costs about 8 times as much as logging it: dispatch, capture, pack, unpack, call. Measured on nets
+# whose kernels take next to nothing; see docs/engine.md, "What it costs".
+REPLAY_COST_IN_LOGGED_OPS = 8
 
 
 class Recorder(TorchDispatchMode):
@@ -51,6 +52,9 @@ class Recorder(TorchDispatchMode):
     Attributes:
         exchanged: Whether an op has exchanged data with other processes.
     """
+
+    # torch refuses a higher-order operator (`torch.cond`, flex_attention) under a mode that does not say it takes them.
+    supports_higher_order_operators = True
 
     def __init__(
         self,
@@ -66,6 +70,7 @@ class Recorder(TorchDispatchMode):
         self._table = ValueTable()
         self._online = Online(evictor, self._table) if evictor is not None else None
         self._paths = ModulePaths(root)
+        self._unseen = HigherOrderUnseen()
         self._clock: Clock | None = None
         self._probe: WorkspaceProbe | None = None
         self._shortcuts = ShortcutTimes()
@@ -76,6 +81,7 @@ class Recorder(TorchDispatchMode):
     def __enter__(self) -> Recorder:
         self._active = True
         self._paths.__enter__()
+        self._unseen.__enter__()
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
         self._hooks.__enter__()
         if self.evictor is not None:
@@ -88,6 +94,7 @@ class Recorder(TorchDispatchMode):
         if self.evictor is not None:
             self.evictor.__exit__(kind, error, tb)
         self._hooks.__exit__(kind, error, tb)
+        self._unseen.__exit__(kind, error, tb)
         self._paths.__exit__(kind, error, tb)
         self._table.clear()
         self._active = False
@@ -109,23 +116,34 @@ class Recorder(TorchDispatchMode):
         inputs = self.log.reads(func, args, kwargs)
         if self._probe is not None:
             self._probe.note(self.log.n_ops, func, args)
-        if self._online is not None and not backward and not pin:
-            out, seconds, temp_bytes = self._online.call(func, self.log.tick, args, kwargs, clock)
-        else:
-            out, seconds, temp_bytes = clock.run(func, args, kwargs)
+        where: dict[str, Any] = {"module": self._paths.path, "backward": backward, "region": self._paths.entered}
+        try:
+            out, seconds, temp_bytes = self._run(func, args, kwargs, clock, capturing=not backward and not pin)
+        except Exception:
+            # The program may catch it and go on: a guided step will then see the op as well, and it raises again.
+            self.log.ran(func, args, kwargs, inputs, (), seconds=0.0, temp_bytes=0, pin="raised an error", **where)
+            raise
         start = perf_counter()
+        rest_pin = "" if backward else self._shortcuts.note(self.log.n_ops, func, args, out)
         self.log.ran(
-            func, args, kwargs, inputs, out,
-            seconds=seconds, temp_bytes=temp_bytes, module=self._paths.path, backward=backward, pin=pin,
-            rest_pin="" if backward else self._shortcuts.note(self.log.n_ops, func, args, out),
-            region=self._paths.entered,
-        )  # fmt: skip
+            func, args, kwargs, inputs, out, seconds=seconds, temp_bytes=temp_bytes, pin=pin, rest_pin=rest_pin, **where
+        )
         if not backward:
             self.log.n_training = self._paths.training
             self._logging_s.append(perf_counter() - start)
         if self.evictor is not None and backward:
             self.evictor.ran(None, [], out, seconds)
         return out
+
+    def _run(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], clock: Clock, *, capturing: bool
+    ) -> Timed:
+        if self._online is None:
+            return clock.run(func, args, kwargs)
+        if capturing:
+            return self._online.call(func, self.log.tick, args, kwargs, clock)
+        self._table.overwrites(func, args, kwargs)  # a hook may write in the backward what a later replay reads
+        return clock.run(func, args, kwargs)
 
     def _choose_clock(self, args: tuple[Any, ...]) -> Clock:
         tensor = next(tensors_in(args), None)
@@ -166,7 +184,7 @@ class Recorder(TorchDispatchMode):
             self.log.forget_regions()
         found = self.log.finish(self._device, meta, evicting=self.evictor is not None)
         measured = isinstance(clock, CpuClock)
-        call_s = HANDLINGS * median(self._logging_s) if measured and self._logging_s else 0.0
+        call_s = REPLAY_COST_IN_LOGGED_OPS * median(self._logging_s) if measured and self._logging_s else 0.0
         again = self._shortcuts.shares() if measured else {}
         return found.with_costs([clock.seconds(op.seconds) for op in found.ops], temps, call_s, again)
 

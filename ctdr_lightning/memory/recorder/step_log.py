@@ -11,10 +11,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from ctdr_lightning.basics.torch_private import OpOverload
 from ctdr_lightning.memory.traces.overwrites import pin_what_cannot_wait
-from ctdr_lightning.memory.traces.trace import OpRecord, Save, StorageRecord, Trace, ValueRecord
+from ctdr_lightning.memory.traces.trace import WEIGHT, OpRecord, Save, StorageRecord, Trace, ValueRecord
 from ctdr_lightning.memory.values.op_traits import overwritten, pin_reason_of_call, traits, without_running_stats
 from ctdr_lightning.memory.values.tensors import has_storage, storage_of, tensors_in
 from ctdr_lightning.memory.values.value import Handle, Value
@@ -169,7 +170,8 @@ class StepLog:
     def value_of(self, tensor: Tensor) -> int:
         """Id of the contents that a tensor's storage has now."""
         storage = self._storage_of(tensor, born=-1)
-        return storage.value if storage.value >= 0 else self._new_value(storage, tensor, -1, "")
+        pin = WEIGHT if isinstance(tensor, Parameter) and tensor.requires_grad else ""
+        return storage.value if storage.value >= 0 else self._new_value(storage, tensor, -1, pin)
 
     def _new_value(self, storage: _Storage, tensor: Tensor, op: int, pin: str) -> int:
         storage.value = len(self._values)

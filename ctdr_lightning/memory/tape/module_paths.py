@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ctdr_lightning.basics.torch_private import graph_task_id
+from ctdr_lightning.memory.tape.inference_blocks import InferenceBlocks
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -31,7 +32,8 @@ class ModulePaths:
 
     Attributes:
         unit: Identity of the innermost FSDP unit whose forward runs; 0 outside of one.
-        entered: How many forwards of modules have begun, those of a recomputation in the backward left out.
+        entered: How many forwards of modules have begun, those in a recomputation of the backward or in a block of
+            ``torch.inference_mode`` left out.
         training: How many of these modules were in training mode.
         compiled: Whether one of them is compiled.
     """
@@ -45,6 +47,7 @@ class ModulePaths:
         self._names: dict[int, str] = {}
         self._named: nn.Module | None = None
         self._path: str | None = None
+        self._blocks = InferenceBlocks()
 
     @property
     def path(self) -> str:
@@ -65,16 +68,18 @@ class ModulePaths:
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
         )
+        self._blocks.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._blocks.__exit__(kind, error, tb)
         for hook in self._hooks:
             hook.remove()
         self._stack.clear()
         self._named, self._path, self.unit = None, None, 0
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
-        if graph_task_id() == -1:
+        if graph_task_id() == -1 and not self._blocks.depth:
             self.entered += 1
             self.training += module.training
         self.compiled |= is_compiled(module)

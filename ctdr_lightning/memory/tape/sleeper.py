@@ -1,16 +1,16 @@
-"""Lets the tape sleep while modules run in which its plan has nothing to do: seeing an op costs even who does nothing.
+"""Takes the tape off the dispatch stack while modules run that the plan does not touch.
 
-A *region* is what runs between the beginning of one module's forward and that of the next. In a quiet region nothing is
-replayed and nothing is written that a replay reads, so that whether its ops are seen makes no difference; the dispatch
-mode leaves the stack, and comes back when a busy region begins. Where autograd saves something dropped in a quiet
-region, the saved-tensor hooks alone are there.
+A dispatch mode costs about 9 us an op even when it does nothing. A *region* is the part of a forward between the start
+of one module's forward and the start of the next. A region is quiet where the plan replays none of its ops and none of
+them writes to a tensor that a replay reads: there the mode leaves the stack, until a busy region starts. Where autograd
+saves a dropped value in a quiet region, the saved-tensor hooks alone stay.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.compiler import is_compiling
@@ -18,9 +18,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ctdr_lightning.basics.torch_private import TorchDispatchMode, current_dispatch_mode, graph_task_id
 from ctdr_lightning.memory.plans.regions import Regions
-
-if TYPE_CHECKING:  # a plan knows its regions
-    pass
+from ctdr_lightning.memory.tape.inference_blocks import InferenceBlocks
 
 
 class Sleeper:
@@ -50,17 +48,20 @@ class Sleeper:
         self._below = current_dispatch_mode()
         self._region = self._n_training = 0
         self._mode: TorchDispatchMode | None = None
+        self._blocks = InferenceBlocks()
         self.awake = True
         self.stays_awake = False
 
     def attach(self, mode: TorchDispatchMode) -> None:
         """Follow the forward from here; the mode is on the stack."""
         self._mode = mode
+        self._blocks.__enter__()
         self._hook = register_module_forward_pre_hook(self._begin)
 
     def detach(self) -> None:
         """Follow no longer."""
         self._hook.remove()
+        self._blocks.__exit__(None, None, None)
         self._mode = None
 
     def difference(self) -> str:
@@ -74,6 +75,8 @@ class Sleeper:
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         if is_compiling() or graph_task_id() != -1 or threading.get_ident() != self._thread:
+            return
+        if self._blocks.depth:  # begins no region: the block would undo a move of the mode
             return
         self._region += 1
         region, busy = self._region, self._regions.busy

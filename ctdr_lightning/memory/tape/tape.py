@@ -37,11 +37,16 @@ from ctdr_lightning.memory.tape.module_paths import ModulePaths
 from ctdr_lightning.memory.tape.online import Evictor, Online
 from ctdr_lightning.memory.tape.sleeper import Sleeper
 from ctdr_lightning.memory.values.batchnorm_again import has_shortcut, take_shortcut
+from ctdr_lightning.memory.values.higher_order import HigherOrderUnseen
 from ctdr_lightning.memory.values.op_traits import pin_reason_of_types, traits
 from ctdr_lightning.memory.values.replay import hold_for_views, unpack
 from ctdr_lightning.memory.values.value import Handle, Held, Value
 from ctdr_lightning.memory.values.value_table import ValueTable
 
+# A buffer that a replay reads is copied up to this size, so that the tape may sleep although a step that differs from
+# the recorded one could write over it meanwhile; for larger ones the tape stays awake. Means, deviations and scales of
+# channels fit in, a copy takes less than seeing one op, and the simulated peak need not know of so few bytes.
+SHIELDED_BYTES = 2**12
 _CLOCK = CpuClock()
 _DETACH = torch.ops.aten.detach.default
 _DETACH_NAME = str(_DETACH)
@@ -51,12 +56,13 @@ class _Line:
     """One script line, with the op itself once it was seen, and whether the op needs nothing of the tape."""
 
     __slots__ = (
-        "away", "bell", "func", "name", "normalises", "plain", "replay", "saves", "sends", "shape", "stays", "tick",
-        "writes",
+        "away", "bell", "exposed", "func", "name", "normalises", "plain", "replay", "saves", "sends", "shape", "stays",
+        "tick", "writes",
     )  # fmt: skip
 
     def __init__(self, line: ScriptLine) -> None:
         self.name, self.shape, self.replay, self.saves = line.op, line.shape, line.replay, line.saves
+        self.exposed = line.exposed
         self.stays = [(stay == "awaited", stay == "needed", stay == "kept") for stay in line.stays]
         self.sends, self.tick, self.bell = line.sends, line.tick, line.bell
         self.away = line.marked or bool(line.sends)
@@ -129,6 +135,9 @@ class Tape(TorchDispatchMode):
         >>> loss.backward()
     """
 
+    # torch refuses a higher-order operator (`torch.cond`, flex_attention) under a mode that does not say it takes them.
+    supports_higher_order_operators = True
+
     def __init__(self, plan: Plan, evictor: Evictor | None = None, holders: Mapping[str, Holder] | None = None) -> None:
         super().__init__()
         self.plan = plan
@@ -141,6 +150,7 @@ class Tape(TorchDispatchMode):
         self._paths = ModulePaths()
         self._pause = CollectorPause()
         self._courier = Courier(plan.away, _own_holders(self) if holders is None else holders) if plan.away else None
+        self._unseen = HigherOrderUnseen()
         self._index = 0
         self._counting: Evictor | None = None
         self._listener: _Listener | None = None
@@ -161,6 +171,7 @@ class Tape(TorchDispatchMode):
             super().__enter__()
             if self._sleeper is not None:
                 self._sleeper.attach(self)
+            self._unseen.__enter__()
             self._pause.__enter__()
         return self
 
@@ -168,6 +179,7 @@ class Tape(TorchDispatchMode):
         if self._listener is None:
             return
         self._pause.__exit__(kind, error, tb)
+        self._unseen.__exit__(kind, error, tb)
         sleeper, self._sleeper = self._sleeper, None
         if sleeper is not None:
             sleeper.detach()
@@ -249,6 +261,8 @@ class Tape(TorchDispatchMode):
             if line.away:
                 self._put_away(line, out, [])
             return out
+        if line.exposed and self._sleeper is not None and not table.shield(node, SHIELDED_BYTES):
+            self._sleeper.stays_awake = True
         if line.writes:
             table.overwrites(func, args, kwargs)
         out = func(*args, **kwargs)

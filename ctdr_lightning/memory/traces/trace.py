@@ -22,6 +22,7 @@ from ctdr_lightning.memory.traces.machine import CodecCost, Link
 
 TRACE_VERSION = 3
 MAX_BYTES = 2**48
+WEIGHT = "a weight"  # the pin of a parameter that requires grad
 MAX_REGIONS = 2**20  # forwards of modules in one step; lists of this length are made for each plan
 
 
@@ -83,7 +84,7 @@ class ValueRecord:
         dtype: Its dtype, such as ``"float32"``.
         lost: Tick at which the storage was overwritten; the trace's length where it never was.
         saves: What autograd held of it.
-        pin: Why it may not be recomputed, or the empty string.
+        pin: Why it may not be recomputed, or the empty string; ``WEIGHT`` for a parameter that requires grad.
         zeros: Share of zeros that was seen in it, where recording looked.
     """
 

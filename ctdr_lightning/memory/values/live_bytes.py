@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ctdr_lightning.basics.torch_private import OpOverload, TorchDispatchMode
+from ctdr_lightning.memory.values.higher_order import HigherOrderUnseen
 from ctdr_lightning.memory.values.tensors import storage_of
 
 _trackers: list[LiveBytes] = []
@@ -94,17 +95,23 @@ class PeakMeter(TorchDispatchMode):
         live: The counter; ``live.peak`` is the peak in bytes.
     """
 
+    # torch refuses a higher-order operator (`torch.cond`, flex_attention) under a mode that does not say it takes them.
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self.live = LiveBytes()
+        self._unseen = HigherOrderUnseen()
 
     def __enter__(self) -> PeakMeter:
         self.live.__enter__()
+        self._unseen.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         super().__exit__(kind, error, tb)
+        self._unseen.__exit__(kind, error, tb)
         self.live.__exit__(kind, error, tb)
 
     def __torch_dispatch__(

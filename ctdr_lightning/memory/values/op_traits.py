@@ -23,6 +23,7 @@ class OpTraits:
     """What the tape must know of an op, read from its schema once.
 
     Attributes:
+        func: The op.
         name: Full name, such as ``"aten.relu.default"``.
         batch_norm: Whether it updates running statistics as a side effect, declared or hidden.
         written: Positions of the arguments that it writes in place; running statistics do not count.
@@ -38,13 +39,17 @@ class OpTraits:
     """
 
     __slots__ = (
-        "batch_norm", "dropout", "name", "pin", "restrides", "special", "stats", "training", "twin", "view", "writes",
-        "written",
+        "batch_norm", "dropout", "func", "name", "pin", "restrides", "special", "stats", "training", "twin", "view",
+        "writes", "written",
     )  # fmt: skip
 
     def __init__(self, func: OpOverload) -> None:
-        schema = func._schema
+        self.func = func
         self.name = str(func)
+        if not isinstance(func, OpOverload):
+            self._be_opaque()
+            return
+        schema = func._schema
         self.batch_norm = "batch_norm" in schema.name and set(_RUNNING_STATS) <= {a.name for a in schema.arguments}
         self.training = next((i for i, a in enumerate(schema.arguments) if a.name in ("training", "train")), None)
         self.stats = _position(func, _RUNNING_STATS[0]) or 0
@@ -65,6 +70,15 @@ class OpTraits:
         self.pin = self._pin(schema.name, random)
         self.special = bool(self.pin or self.written or self.batch_norm or self.restrides or self.dropout is not None)
 
+    def _be_opaque(self) -> None:
+        """Make this a higher-order operator: it has no schema, so nothing is known of the functions that it calls."""
+        self.name = f"higher_order.{self.name}"
+        self.batch_norm = self.view = self.restrides = False
+        self.training = self.dropout = self.twin = None
+        self.stats = 0
+        self.written = self.writes = ()
+        self.pin, self.special = "higher-order operator", True
+
     def _pin(self, full_name: str, random: bool) -> str:
         namespace, name = full_name.split("::")
         if namespace in _EXCHANGING:
@@ -78,11 +92,13 @@ class OpTraits:
         return "" if self.twin is not None else "in-place without a functional twin"
 
 
+# Keyed by identity, as an op's own hash is a Python method that costs more than all of `traits`. Every entry holds its
+# op, so that no other op (a custom one registered anew) can come by the same identity.
 _TRAITS: dict[int, OpTraits] = {}
 
 
 def traits(func: OpOverload) -> OpTraits:
-    """The op's traits. Ops live as long as the program, so their identity is the key."""
+    """The op's traits, read once; those of a higher-order operator say that it may not run again."""
     found = _TRAITS.get(id(func))
     if found is None:
         found = _TRAITS[id(func)] = OpTraits(func)

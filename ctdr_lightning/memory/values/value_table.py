@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ctdr_lightning.basics.torch_private import OpOverload
+from ctdr_lightning.basics.torch_private import NoTorchDispatch, OpOverload
 from ctdr_lightning.memory.values.live_bytes import tell_trackers
 from ctdr_lightning.memory.values.op_traits import overwritten, pin_reason_of_call, traits, without_running_stats
 from ctdr_lightning.memory.values.tensors import alias_of, storage_of, version_of, wants_grad_itself
@@ -112,6 +112,27 @@ class ValueTable:
             return None
         self._last = index
         return node
+
+    def shield(self, node: Node, most_bytes: int) -> bool:
+        """Copy what a call reads of tensors that the program may write over while no op is seen.
+
+        Args:
+            node: A captured call.
+            most_bytes: Size of the largest tensor to copy.
+
+        Returns:
+            Whether everything of the kind was small enough.
+        """
+        small = True
+        for value in node.sources():
+            tensor = value.tensor
+            if value.node is None and value.home is None and tensor is not None and not tensor.requires_grad:
+                if tensor.nbytes <= most_bytes:
+                    value.keep(_copy_of(tensor))
+                    tell_trackers((value.tensor,))
+                else:
+                    small = False
+        return small
 
     def _can_make_again(self, arg: Any) -> bool:
         value = self.known(arg) if isinstance(arg, Tensor) else None
@@ -242,6 +263,13 @@ class ValueTable:
         self._leaves.clear()
         self._read.clear()
         self._files.clear()
+
+
+def _copy_of(tensor: Tensor) -> Tensor:
+    """The tensor in a storage of its own, with the same strides."""
+    with NoTorchDispatch():
+        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        return copy.copy_(tensor)
 
 
 def view_again(whole: Tensor, shape: tuple[int, ...], stride: tuple[int, ...], start: int) -> Tensor:

@@ -115,3 +115,19 @@ def test_views():
     assert traits(aten.detach.default).view
     assert not traits(aten.relu.default).view
     assert not traits(aten.relu_.default).view
+
+
+def test_an_op_that_is_registered_anew_has_its_own_traits():
+    for kind in range(40):
+        with torch.library._scoped_library("ctdr_test", "DEF") as library:
+            arguments = "(Tensor(a!) x) -> ()" if kind % 2 else "(Tensor x) -> Tensor"
+            library.define(f"again{arguments}")
+            op = torch.ops.ctdr_test.again.default
+            assert bool(traits(op).writes) == bool(kind % 2)
+            assert traits(op).func is op, "held, so that its identity stays its own"
+
+
+def test_a_higher_order_operator_may_not_run_again():
+    cond = traits(torch.ops.higher_order.cond)
+    assert cond.name == "higher_order.cond"
+    assert cond.pin == "higher-order operator"
