@@ -170,8 +170,10 @@ class StepLog:
     def value_of(self, tensor: Tensor) -> int:
         """Id of the contents that a tensor's storage has now."""
         storage = self._storage_of(tensor, born=-1)
-        pin = WEIGHT if isinstance(tensor, Parameter) and tensor.requires_grad else ""
-        return storage.value if storage.value >= 0 else self._new_value(storage, tensor, -1, pin)
+        if storage.value >= 0:
+            return storage.value
+        weight = isinstance(tensor, Parameter) and tensor.requires_grad
+        return self._new_value(storage, tensor, -1, WEIGHT if weight else "")
 
     def _new_value(self, storage: _Storage, tensor: Tensor, op: int, pin: str) -> int:
         storage.value = len(self._values)
