@@ -20,6 +20,7 @@ from ctdr_lightning.decomposition.choose.rank import RankLike
 from ctdr_lightning.decomposition.choose.rank_search import RankSearch, Start
 from ctdr_lightning.decomposition.choose.select import Layer, find_layers
 from ctdr_lightning.decomposition.choose.sensitivity import Evidence, gather
+from ctdr_lightning.decomposition.choose.uncovered import uncovered_weights
 from ctdr_lightning.decomposition.layers.attention import opened
 from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer
 from ctdr_lightning.decomposition.losses import warn_of_losses
@@ -121,7 +122,8 @@ def decompose(
         trial = _tried(model, layers, choices, request, evidence, solver)
         rows = [_row(layer, trial, costs) for layer in layers]
         adopt(model, layers, trial)
-    report = Report(tuple(rows), n_before, _n_parameters(model), trial.divergence)
+        uncovered = uncovered_weights(model)
+    report = Report(tuple(rows), n_before, _n_parameters(model), trial.divergence, uncovered)
     warn_of_losses(report, layers)
     return report
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from ctdr_lightning.basics.units import format_bytes
 from ctdr_lightning.decomposition.choose.choices import Choices, LayerChoice
+from ctdr_lightning.decomposition.choose.uncovered import Uncovered
 from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer
 from ctdr_lightning.decomposition.layers.surgery import walk
 
@@ -58,12 +59,14 @@ class Report:
         parameters_after: All parameters of the model after.
         divergence: How far the outputs are from the dense model's, in nats, on batches that nothing was fitted to; NaN
             where no data was given.
+        uncovered: Weights that no layer kind covers, and that stay dense for it.
     """
 
     layers: tuple[LayerReport, ...]
     parameters_before: int
     parameters_after: int
     divergence: float = math.nan
+    uncovered: tuple[Uncovered, ...] = ()
 
     @property
     def factorized(self) -> tuple[LayerReport, ...]:
@@ -107,7 +110,14 @@ class Report:
         table = (head, *rows)
         shown = [column for column in range(len(head)) if any(row[column] for row in rows)]  # no column without entries
         text = _table([[row[column] for column in shown] for row in table])
-        return text if math.isnan(self.divergence) else f"{text}\noutputs: {self.divergence:.3g} nats from dense"
+        lines = [text, *(self._uncovered_line(weight) for weight in self.uncovered)]
+        if not math.isnan(self.divergence):
+            lines.append(f"outputs: {self.divergence:.3g} nats from dense")
+        return "\n".join(lines)
+
+    def _uncovered_line(self, weight: Uncovered) -> str:
+        shape, share = " x ".join(map(str, weight.shape)), weight.parameters / max(self.parameters_before, 1)
+        return f"{weight.name} ({shape}) stays: no layer kind covers it, {share:.1%} of the model"
 
 
 def report_of(model: nn.Module, parameters_before: int = 0) -> Report:
