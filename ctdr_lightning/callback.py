@@ -61,7 +61,14 @@ class CTDRCallback(Callback):
         data: ``"train"``: a few training batches tell how much the loss minds each layer's error, and the factors are
             refitted on them. They move no random state. None goes by the weights alone.
         max_slowdown: Without a budget: how long a step may take, in steps of the dense model.
-        retry_on_oom: Run a step that ran out of memory again, under a tighter plan and from the same random state.
+        retry_on_oom: Run a step that ran out of memory again, under a tighter plan and as if it had never failed; where
+            that cannot be, the error says why.
+        keep_gradients: Whether the gradients of one step may be read in the next one's forward. True keeps them and
+            counts their bytes; False frees them before the forward where the plan needs their bytes; None does so
+            unless the module's own code reads them.
+        over_budget: A step that cannot fit the budget is refused (``"raise"``), or run as small as it can be with one
+            warning (``"least"``); ``"auto"`` refuses the first kind of step and runs later ones, such as a longer
+            sequence in mid-epoch.
         allow_untested: Go on under a strategy that is not among the tested ones.
         verbose: Print what was decomposed and planned.
 
@@ -86,13 +93,15 @@ class CTDRCallback(Callback):
         data: str | None = "train",
         max_slowdown: float = 1.0,
         retry_on_oom: bool = True,
+        keep_gradients: bool | None = None,
+        over_budget: str = "auto",
         allow_untested: bool = False,
         verbose: bool = True,
     ) -> None:
         super().__init__()
         self.options = CallbackOptions(
             rank, method, select, memory_budget, policy, Recovery.read(recovery), choices, allocate, data, max_slowdown,
-            retry_on_oom, allow_untested, verbose,
+            retry_on_oom, keep_gradients, over_budget, allow_untested, verbose,
         )  # fmt: skip
         self._begin()
 
@@ -213,6 +222,7 @@ class CTDRCallback(Callback):
         if not is_compiled(pl_module):
             self.memory.prepare(trainer, pl_module)
         self.engine.session = self.memory.session
+        self.engine.prepares = self.memory.make_ready
         self.engine.tighten = self.memory.tighten if self.options.retry_on_oom else None
         if self.coach is not None:
             self.engine.around, self.engine.key = self.coach.around, self.coach.key
@@ -222,8 +232,7 @@ class CTDRCallback(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start the clock; free what the step does not need."""
         self._steps = trainer.global_step
-        self.engine.metering = self.monitor.meters_next(trainer)
-        self.memory.drop_gradients(trainer, pl_module, batch_idx)
+        self.engine.metering = self.monitor.meters_next(trainer) or self.memory.meters(trainer)
         self.monitor.batch_start()
 
     @override
@@ -237,11 +246,13 @@ class CTDRCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the step, and log at the trainer's interval."""
-        self.engine.backward_done()
+        measured = self.engine.batch_done()
+        if measured is not None:
+            self.memory.batch_measured(measured)
         stepped = trainer.global_step > self._steps
         self.monitor.batch_end(batch, stepped)
         if stepped:
-            self.memory.step_done(trainer)
+            self.memory.step_done(trainer, measured)
             if self.coach is not None:
                 self.coach.step_done()
         if self.monitor.due(trainer):

@@ -89,6 +89,24 @@ def as_given(value: int | float | str, n_bytes: float) -> str:
     return value.strip() if isinstance(value, str) else format_bytes(n_bytes)
 
 
+def format_roomy(n_bytes: float) -> str:
+    """Write bytes so that what is read back is at least as much, with 1 % to spare: for amounts to be given as budgets.
+
+    A search that is timed anew does not always find the very same least peak.
+
+    Example:
+        >>> format_roomy(100 * 2**20)
+        '101.0 MiB'
+    """
+    size = float(n_bytes) * 1.01
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            digits = {"B": 1, "GiB": 100}.get(unit, 10)
+            return f"{math.ceil(size * digits - 1e-6) / digits:.{len(str(digits)) - 1}f} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable")
+
+
 def format_seconds(seconds: float) -> str:
     """Write seconds as s, ms, or us.
 

@@ -8,6 +8,7 @@ phases (ASPLOS 2020) and DTR (ICLR 2021) in one engine.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,14 @@ from ctdr_lightning.memory.values.live_bytes import PeakMeter
 from ctdr_lightning.memory.values.op_traits import COLLECTIVE
 
 PATIENCE = 3
+# Under a budget, steps that a plan lets run untouched are watched this often before the tape stays away: a first step
+# is often lighter than the others (a warm-up, a loss thrown away), a second hardly ever.
+WATCHED_STEPS = 2
+# One kind of step for each sequence length: 64 lengths, or what is left of them after rounding, serve an epoch.
+MOST_KINDS = 64
+# A trace with its plan takes about 2 kB an op in Python's memory (ResNet-50: 892 ops, 1.7 MB): so many ops are 256 MiB.
+MOST_OPS = 128 * 1024
+_ANOTHER_GRAPH = "its graph is another"
 Planner = Callable[[Trace], Plan]
 
 
@@ -35,7 +44,10 @@ class _Kind:
 
     trace: Trace | None = None
     plan: Plan | None = None
+    planner: Planner | None = None
     divergences: int = 0
+    watched: int = 0
+    fingerprint: Hashable = None
 
 
 def signature_of(batch: Any, module: nn.Module | None = None) -> Hashable:
@@ -75,9 +87,11 @@ class Session:
 
     Attributes:
         budget_bytes: The budget that steps without a plan are kept under; may be changed between steps.
+        static_bytes: What is in memory all along; may be changed between steps.
         events: What happened, in order, in words: plans made, divergences.
         reached_bytes: What the last aborted step is known to have taken, ``static_bytes`` included; 0 where nothing is
             known.
+        guided: Whether the last step ran under a plan, rather than being recorded.
         exchanged: Whether the last aborted step's forward exchanged data with other processes, or may have done so
             where nothing is known of it.
         measured_peak_bytes: True peak of the last step that was metered, without ``static_bytes``; 0 before the first.
@@ -94,12 +108,15 @@ class Session:
         self.events: list[str] = []
         self.measured_peak_bytes = 0
         self.reached_bytes = 0
-        self.exchanged = False
+        self.exchanged = self.guided = False
         self._planner = planner
         self.budget_bytes = budget_bytes
-        self._static_bytes = static_bytes
+        self.static_bytes = static_bytes
+        self._beside_bytes = 0
         self._root = ref(root) if root is not None else None  # a session outlives the run, the model need not
-        self._kinds: dict[Hashable, _Kind] = {}
+        self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
+        self._fingerprint: tuple[Hashable, ...] = ()
+        self._under_way = False
         self._current: _Kind | None = None
         self._signature: Hashable = None
         self._recorder: Recorder | None = None
@@ -116,61 +133,110 @@ class Session:
         """The plan of the present kind of step."""
         return self._current.plan if self._current is not None else None
 
-    def begin(self, signature: Hashable, *, meter: bool = False) -> None:
+    def begin(self, signature: Hashable, *, meter: bool = False, beside_bytes: int = 0) -> None:
         """Before the forward: install the recorder or the tape.
 
         Args:
             signature: What kind of step this is.
             meter: Also measure the true peak of this step, where the device's allocator keeps no count.
+            beside_bytes: What is in memory in this step besides ``static_bytes``: its batch, older gradients.
         """
         self.abort()
+        kind = self._current = self._kind_of(signature)
+        self._beside_bytes, self._fingerprint, self._under_way = beside_bytes, (), True
         self._signature = signature
-        kind = self._current = self._kinds.setdefault(signature, _Kind())
         if meter:
             self._meter = PeakMeter()
             self._meter.__enter__()
-        if kind.plan is None:
+        if kind.trace is not None and kind.plan is not None and kind.planner is not self._planner:
+            self._make_plan(kind)
+        self.guided = not (kind.plan is None or self._watches(kind))
+        if not self.guided:
             root = self._root() if self._root is not None else None
             self._recorder = Recorder(evictor=self._evictor(), root=root)
             self._recorder.__enter__()
-        elif not kind.plan.keeps_all:
+        elif kind.plan is not None and not kind.plan.keeps_all:
             self._tape = Tape(kind.plan, self._evictor())
             self._tape.__enter__()
+
+    def _kind_of(self, signature: Hashable) -> _Kind:
+        kind = self._kinds.setdefault(signature, _Kind())
+        self._kinds.move_to_end(signature)
+        while len(self._kinds) > MOST_KINDS or (len(self._kinds) > 1 and self._n_ops() > MOST_OPS):
+            self._kinds.popitem(last=False)
+        return kind
+
+    def _n_ops(self) -> int:
+        return sum(len(kind.trace.ops) for kind in self._kinds.values() if kind.trace is not None)
+
+    def _watches(self, kind: _Kind) -> bool:
+        """Whether a step that its plan lets run untouched is recorded, and kept under the budget, all the same.
+
+        So are the first ones, and all once any differed.
+        """
+        untouched = self.budget_bytes is not None and kind.plan is not None and kind.plan.keeps_all
+        return untouched and (kind.watched < WATCHED_STEPS or kind.divergences > 0)
+
+    def backward_begins(self, loss: Tensor) -> None:
+        """Before the backward of a loss; may be called several times in a step.
+
+        A step that is let run untouched is known by its graphs: where they are others, the next one is recorded anew.
+        """
+        kind = self._current
+        if self.budget_bytes is not None and kind is not None:
+            untouched = kind.plan is None or kind.plan.keeps_all
+            self._fingerprint += (graph_of(loss),) if untouched else ()
 
     def forward_done(self) -> None:
         """After the forward: a tape leaves, its handles go on working; a recorder stays for the backward."""
         if self._tape is not None:
             self._tape.__exit__(None, None, None)
-            self._note_divergence(self._tape)
+            self._note_divergence(self._tape.diverged)
             self._tape = None
 
     def end(self) -> None:
-        """After the backward: a recorder leaves, and the plan for the steps to come is made."""
+        """After the backward: a recorder leaves, and the plan for the steps to come is made. Twice is once."""
         self.forward_done()
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             recorder.__exit__(None, None, None)
         self._stop_meter()
-        if recorder is not None and self._current is not None:
-            self._current.trace = recorder.trace()
-            self.events += [f"{what} {why}" for what, why in self._current.trace.meta.items() if what != "torch"]
-            self._current.plan = self._planner(self._current.trace)
-            shapes = shapes_in(self._signature)
-            batch = f" For batches of {' and '.join(shapes)}." if shapes else ""
-            self.events.append(self._current.plan.explain().splitlines()[0] + batch)
+        under_way, self._under_way = self._under_way, False
+        kind, found = self._current, self._fingerprint
+        if kind is None or not under_way:
+            return
+        differs = found != kind.fingerprint
+        if recorder is not None and (kind.plan is None or differs):
+            kind.trace, kind.fingerprint = recorder.trace(), found
+            self.events += [f"{what} {why}" for what, why in kind.trace.meta.items() if what != "torch"]
+            if kind.plan is not None:
+                self._note_divergence(_ANOTHER_GRAPH)
+            self._make_plan(kind)
+        elif kind.plan is not None and kind.plan.keeps_all and self.budget_bytes is not None:
+            kind.watched += 1
+            if differs:
+                self._note_divergence(_ANOTHER_GRAPH)
+
+    def _make_plan(self, kind: _Kind) -> None:
+        assert kind.trace is not None
+        kind.plan, kind.planner = self._planner(kind.trace), self._planner
+        shapes = shapes_in(self._signature)
+        batch = f" For batches of {' and '.join(shapes)}." if shapes else ""
+        self.events.append(kind.plan.explain().splitlines()[0] + batch)
 
     def abort(self) -> None:
         """Leave everything that is installed; for any exception, and harmless otherwise."""
         if self._current is not None:
             self.exchanged = self._exchanges()
         if self._recorder is not None and self._recorder.evictor is not None:
-            self.reached_bytes = self._static_bytes + self._recorder.evictor.live.peak
+            self.reached_bytes = self.static_bytes + self._beside_bytes + self._recorder.evictor.live.peak
         elif self.plan is not None:
             self.reached_bytes = self.plan.peak_bytes
         for installed in (self._tape, self._recorder):
             if installed is not None:
                 installed.__exit__(RuntimeError, None, None)
         self._tape = self._recorder = None
+        self._under_way = False
         self._stop_meter()
 
     def _exchanges(self) -> bool:
@@ -181,11 +247,22 @@ class Session:
         return any(op.pin == COLLECTIVE and not op.backward for op in self.trace.ops)
 
     def replan(self, planner: Planner) -> None:
-        """Make the plans again, from the traces there are, with another planner."""
+        """Make the plans with another planner: the present kind's now, each other's when a step of it comes.
+
+        Args:
+            planner: Told from the one before by identity.
+        """
         self._planner = planner
-        for kind in self._kinds.values():
-            if kind.trace is not None:
-                kind.plan = planner(kind.trace)
+        if self._current is not None and self._current.trace is not None:
+            self._make_plan(self._current)
+
+    def record_anew(self, why: str) -> None:
+        """The last step was not what its plan says: the next of its kind is recorded.
+
+        Args:
+            why: In words, for the events.
+        """
+        self._note_divergence(why)
 
     def _stop_meter(self) -> None:
         if self._meter is not None:
@@ -196,13 +273,25 @@ class Session:
     def _evictor(self) -> Evictor | None:
         if self.budget_bytes is None:
             return None
-        return Evictor(max(self.budget_bytes - self._static_bytes, 0))
+        return Evictor(max(self.budget_bytes - self.static_bytes - self._beside_bytes, 0))
 
-    def _note_divergence(self, tape: Tape) -> None:
+    def _note_divergence(self, where: str) -> None:
         kind = self._current
-        if not tape.diverged or kind is None:
+        if not where or kind is None:
             return
         kind.divergences += 1
-        self.events.append(f"A step differed from its plan: {tape.diverged}.")
-        if kind.divergences <= PATIENCE:
+        self.events.append(f"A step differed from its plan: {where}.")
+        if kind.divergences <= PATIENCE and self.guided:
             kind.plan = None
+
+
+def graph_of(loss: Tensor) -> Hashable:
+    """What tells one autograd graph from another: how many functions of which names, and their edges, in order."""
+    todo, seen, names = [loss.grad_fn], set(), []
+    while todo:
+        function = todo.pop()
+        if function is not None and function not in seen:
+            seen.add(function)
+            names.append(function.name())
+            todo += [after for after, _ in function.next_functions]
+    return len(names), hash(tuple(names))

@@ -16,6 +16,8 @@ from ctdr_lightning.decomposition.choose.rank import RankSpec
 from ctdr_lightning.memory import POLICIES
 from ctdr_lightning.recovery.schedule import Recovery, read_yaml
 
+OVER_BUDGET = ("auto", "raise", "least")
+
 
 @dataclass(frozen=True)
 class CallbackOptions:
@@ -36,6 +38,8 @@ class CallbackOptions:
     data: str | None
     max_slowdown: float
     retry_on_oom: bool
+    keep_gradients: bool | None
+    over_budget: str
     allow_untested: bool
     verbose: bool
 
@@ -49,6 +53,12 @@ class CallbackOptions:
         for name in ("retry_on_oom", "allow_untested", "verbose"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is no truth value.", "Write True or False.")
+        if self.keep_gradients is not None and not isinstance(self.keep_gradients, bool):
+            raise ConfigError(
+                f"keep_gradients={self.keep_gradients!r} is no truth value.", "Write True, False or None."
+            )
+        if self.over_budget not in OVER_BUDGET:
+            raise ConfigError(f"over_budget={self.over_budget!r} is not known.", f"Valid: {', '.join(OVER_BUDGET)}.")
 
     def _check_decomposition(self) -> None:
         if self.rank is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
-from ctdr_lightning.basics.units import format_bytes, format_seconds
+from ctdr_lightning.basics.units import format_bytes, format_roomy, format_seconds
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.simulator.simulator import Simulator
 from ctdr_lightning.memory.simulator.timeline import Timeline
@@ -50,7 +50,7 @@ def nearest_remedy(timeline: Timeline, least_bytes: int, budget_bytes: int) -> s
     """
     at_end = int(timeline.bytes_at[-1]) if len(timeline.bytes_at) else 0
     fixed = at_end + least_bytes - timeline.peak_bytes
-    higher = f"raise memory_budget to {format_bytes(least_bytes)}"
+    higher = f"raise memory_budget to {format_roomy(least_bytes)}"
     if budget_bytes <= fixed:
         return (
             f"Weights, gradients and optimizer state alone take {format_bytes(fixed)}: use a lower rank, or {higher}."

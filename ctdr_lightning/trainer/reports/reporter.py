@@ -89,7 +89,7 @@ class Reporter:
         """The numbers of the last log interval; new plans go to the loggers."""
         values: dict[str, Any] = self._monitor.interval(trainer)
         values |= utilisation(trainer, self._engine.step_flops, values.get("ctdr/step_time_s", 0.0))
-        values |= self._memory.peaks(trainer, module, batch, self._engine.peak_bytes)
+        values |= self._memory.peaks(trainer, self._engine.measured)
         values |= self._memory.predicted()
         events = self._memory.new_events()
         if events and trainer.is_global_zero:

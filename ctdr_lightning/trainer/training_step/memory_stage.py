@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import OutOfMemoryError, Tensor
-from torch.distributed.tensor import DTensor
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import OutOfMemoryError
 
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
-from ctdr_lightning.basics.units import GIB, format_bytes, parse_bytes
+from ctdr_lightning.basics.units import GIB, MIB, format_bytes, parse_bytes
 from ctdr_lightning.joint.promise import promise
 from ctdr_lightning.memory import Plan, Session, Trace, plan, simulate
 from ctdr_lightning.memory.many_shapes import ManyShapes
-from ctdr_lightning.memory.values.tensors import storage_bytes
+from ctdr_lightning.memory.policies import Budget
+from ctdr_lightning.memory.traces.trace import StorageRecord
 from ctdr_lightning.trainer.modules import overrides
 from ctdr_lightning.trainer.options import CallbackOptions
+from ctdr_lightning.trainer.training_step.batch_meter import BatchMeter
 from ctdr_lightning.trainer.training_step.device import device_peaks, tensors_of
+from ctdr_lightning.trainer.training_step.gradient_readers import gradient_reader
+from ctdr_lightning.trainer.training_step.optimizer_bytes import OptimizerBytes, optimizer_does_not_fit, predict
+from ctdr_lightning.trainer.training_step.resident import local_bytes, optimizer_tensors
 
+# Each retry has a fifth less than the last: in the slow tests under a hard cap one retry is enough.
 TIGHTER = 0.8
+# Grad norms, counters and the like: what is less is not worth planning anew.
+_NEGLIGIBLE_BYTES = MIB
 
 
 class MemoryStage:
@@ -36,7 +45,14 @@ class MemoryStage:
         self._shapes = ManyShapes(plan)
         self.session: Session | None = None
         self._budget_bytes: int | None = None
-        self._static_bytes = 0
+        self._optimizer = OptimizerBytes(0, 0)
+        self._optimizers_seen: Any = None
+        self._state_bytes = 0
+        self._rest_measured = False
+        self._kept_bytes = 0
+        self._said: set[str] = set()
+        self._n_planned = 0
+        self._rest_peak_bytes = 0
         self._logged_events = 0
         self._shown_plan: Plan | None = None
         self._tightened = False
@@ -45,30 +61,87 @@ class MemoryStage:
     def prepare(self, trainer: Any, module: LightningModule) -> None:
         """Make the session, once the model is on its device; nothing where no memory is planned."""
         self._module = module
-        if not self._options.plans_memory or self.session is not None:
+        if not self._options.plans_memory:
             return
-        device = trainer.strategy.root_device
-        if self._options.memory_budget is not None:
-            total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-            self._budget_bytes = parse_bytes(self._options.memory_budget, total_bytes=total)
-        resident = local_bytes((*module.parameters(), *module.buffers()))
-        self.session = Session(self._plan, budget_bytes=self._budget_bytes, static_bytes=resident, root=module)
+        if self.session is None:
+            device = trainer.strategy.root_device
+            if self._options.memory_budget is not None:
+                total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+                self._budget_bytes = parse_bytes(self._options.memory_budget, total_bytes=total)
+            self.session = Session(self._plan, budget_bytes=self._budget_bytes, root=module)
+        sizes = [(id(o), [len(group["params"]) for group in o.param_groups]) for o in trainer.optimizers]
+        if sizes != self._optimizers_seen:
+            self._optimizers_seen, self._rest_measured = sizes, False
+            self._look_ahead(trainer, module)
+
+    def _look_ahead(self, trainer: Any, module: LightningModule) -> None:
+        """What the optimizers will take, before they take it."""
+        assert self.session is not None
+        self._state_bytes = local_bytes(optimizer_tensors(trainer.optimizers))
+        found = predict(trainer.optimizers) or OptimizerBytes(0, 0)
+        self._optimizer = replace(found, state=max(found.state, self._state_bytes))
+        reader = gradient_reader(module, trainer.callbacks) if self._options.keep_gradients is None else ""
+        if reader:
+            self._say(f"{reader} reads gradients before the backward: those of the last step are kept until then")
+        keeps = self._options.keep_gradients or bool(reader) or overrides(module, "optimizer_zero_grad")
+        trained = (p for p in module.parameters() if p.requires_grad)
+        self._kept_bytes = local_bytes(trained) if keeps and module.automatic_optimization else 0
+        self._set_static(module)
+
+    def _set_static(self, module: LightningModule) -> None:
+        assert self.session is not None
+        self.session.static_bytes = local_bytes((*module.parameters(), *module.buffers())) + self._optimizer.state
+        self.session.replan(self._plan)
+
+    def _say(self, event: str) -> None:
+        if self.session is not None and event not in self._said:
+            self._said.add(event)
+            self.session.events.append(f"{event}.")
 
     def _plan(self, trace: Trace) -> Plan:
         """The plan of this process alone: results do not depend on plans, and no process waits for another's."""
-        return self._best(trace.with_static(self._static_bytes), self._budget_bytes)
-
-    def _best(self, trace: Trace, budget_bytes: int | None) -> Plan:
-        if budget_bytes is None and self._options.policy == "auto" and self._module is not None:
-            return promise(trace, self._module, self._options.max_slowdown)
+        standing = _with_forward_bytes(trace.with_static(self._optimizer.state), self._kept_bytes)
+        plain = simulate(standing).bytes_at
+        end_bytes = int(plain[-1]) if len(plain) else standing.resident_bytes
+        self._rest_peak_bytes = end_bytes + self._optimizer.temporary
+        if self._budget_bytes is not None and self._rest_peak_bytes > self._budget_bytes:
+            self._refuse(self._too_large(end_bytes))
         try:
-            if budget_bytes is not None and self._options.policy == "auto":
-                return self._shapes(trace, budget_bytes)
-            return plan(trace, budget_bytes, self._options.policy)
+            made = self._best(standing)
         except InfeasibleBudgetError as error:
-            if not self._tightened or budget_bytes is None or error.least_peak_bytes <= budget_bytes:
-                raise
-            return self._best(trace, error.least_peak_bytes)  # the user's budget was larger: the least will have to do
+            self._refuse(error)
+            made = plan(standing, Budget(seconds=math.inf))  # the least peak at any time
+        self._n_planned += 1
+        return made
+
+    def _best(self, trace: Trace) -> Plan:
+        if self._budget_bytes is not None and self._options.policy == "auto":
+            return self._shapes(trace, self._budget_bytes)
+        if self._budget_bytes is not None or self._options.policy != "auto" or self._module is None:
+            return plan(trace, self._budget_bytes, self._options.policy)
+        made = promise(trace, self._module, self._options.max_slowdown)
+        # to go below what the optimizer's step takes anyway would cost time for nothing
+        return plan(trace, self._rest_peak_bytes) if made.peak_bytes < self._rest_peak_bytes else made
+
+    def _too_large(self, end_bytes: int) -> InfeasibleBudgetError:
+        assert self._budget_bytes is not None
+        assert self._module is not None
+        trainer: Any = self._module.trainer
+        return optimizer_does_not_fit(trainer.optimizers, self._optimizer, end_bytes, self._budget_bytes)
+
+    def _refuse(self, error: InfeasibleBudgetError) -> None:
+        """Raise the error, or warn once that what does not fit is run as small as it can be."""
+        asked = self._options.over_budget
+        if self._tightened:
+            return  # the user's own budget was larger
+        if asked == "raise" or (asked == "auto" and self._n_planned == 0):
+            raise error
+        if self._budget_bytes is not None and "over" not in self._said:
+            self._said.add("over")
+            rank_zero_warn(
+                f"CTDR: {error.problem} Such steps are run as small as they can be; this is said once. "
+                'CTDRCallback(over_budget="raise") ends the run instead.'
+            )
 
     def tighten(self, message: str) -> None:
         """Make every plan again for less memory, after a step ran out of it.
@@ -90,39 +163,86 @@ class MemoryStage:
             f"A step ran out of memory ({message}); it is tried again under {format_bytes(self._budget_bytes)}."
         )
 
-    def drop_gradients(self, trainer: Any, module: LightningModule, batch_idx: int) -> None:
-        """Free the last step's gradients before the forward; Lightning does so after it, before the backward."""
-        first = batch_idx % trainer.accumulate_grad_batches == 0
-        if self.session is None or not first or not module.automatic_optimization:
-            return
-        if not overrides(module, "optimizer_zero_grad"):
+    def make_ready(self, inputs: Any) -> tuple[int, bool]:
+        """Before a step: free the last step's gradients where the plan needs their bytes.
+
+        Lightning frees them after the forward, before the backward.
+
+        Args:
+            inputs: The arguments of the step.
+
+        Returns:
+            Bytes of the batch and of the gradients that stay, and whether the backward will add to these.
+        """
+        module = self._module
+        if module is None:
+            return 0, False
+        trainer: Any = module.trainer
+        gradients = local_bytes(p.grad for p in module.parameters() if p.grad is not None)
+        fresh = module.automatic_optimization and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+        if gradients and fresh and not self._kept_bytes and self._needs(gradients):
+            self._say(
+                f"The gradients of the last step ({format_bytes(gradients)}) are freed before the forward, as the plan "
+                "needs their bytes; keep_gradients=True keeps them"
+            )
             for optimizer in trainer.optimizers:
                 optimizer.zero_grad(set_to_none=True)
+            gradients = local_bytes(p.grad for p in module.parameters() if p.grad is not None)
+        return gradients + local_bytes(tensors_of(inputs)), gradients > 0 and not fresh
 
-    def step_done(self, trainer: Any) -> None:
-        """Plan anew when the optimizer's state has come to stand beside the step."""
-        static_bytes = local_bytes(optimizer_tensors(trainer.optimizers))
-        if self.session is None or static_bytes == self._static_bytes:
+    def _needs(self, gradient_bytes: int) -> bool:
+        """Whether a forward with the last step's gradients beside it would take more than the plan allows."""
+        found = self._shown_plan = (self.session.plan if self.session is not None else None) or self._shown_plan
+        if found is None:
+            return self._budget_bytes is not None
+        limit = self._budget_bytes if self._budget_bytes is not None else found.peak_bytes
+        forward = found.timeline.bytes_at[: _forward_ticks(found.trace)]
+        return int(forward.max(initial=0)) + gradient_bytes > limit
+
+    def meters(self, trainer: Any) -> bool:
+        """Whether the coming batch is to be measured, as it is not known yet what follows the backward."""
+        guarded = self.session is not None and self._budget_bytes is not None
+        return guarded and not self._rest_measured and trainer.strategy.root_device.type != "cuda"
+
+    def step_done(self, trainer: Any, measured: BatchMeter | None) -> None:
+        """An optimizer has stepped: plan anew where its state, or what its step took, is more than was predicted.
+
+        Args:
+            trainer: In training.
+            measured: The batch, where it was measured.
+        """
+        if self.session is None or self._module is None:
             return
-        self._static_bytes = static_bytes
-        self.session.replan(self._plan)
+        before, self._state_bytes = self._state_bytes, local_bytes(optimizer_tensors(trainer.optimizers))
+        found = replace(self._optimizer, state=max(self._optimizer.state, self._state_bytes))
+        if measured is not None:
+            self._rest_measured = True
+            temporary = measured.rest_bytes - max(self._state_bytes - before, 0)
+            if temporary > found.temporary + _NEGLIGIBLE_BYTES:
+                self._say(f"After the backward a batch takes {format_bytes(temporary)} more for a while")
+                found = replace(found, temporary=temporary)
+        if found != self._optimizer:
+            self._optimizer = found
+            self._set_static(self._module)
 
-    def peaks(self, trainer: Any, module: LightningModule, batch: Any, step_bytes: int) -> dict[str, float]:
+    def batch_measured(self, measured: BatchMeter) -> None:
+        """Notice a batch that took more than the budget and than its plan says."""
+        if self.session is None or self._budget_bytes is None or self.session.plan is None or not self.session.guided:
+            return
+        if measured.peak_bytes > max(self._budget_bytes, self.session.plan.peak_bytes, self._rest_peak_bytes):
+            self.session.record_anew(f"the batch took {format_bytes(measured.peak_bytes)}")
+
+    def peaks(self, trainer: Any, measured: BatchMeter | None) -> dict[str, float]:
         """The true peak of the last interval, in GiB: from the allocator on a GPU, from counted storages elsewhere.
 
         Args:
             trainer: In training.
-            module: The model.
-            batch: The batch at hand.
-            step_bytes: Measured peak of a step without what was in memory before it; 0 where none was measured.
+            measured: The last batch that was measured; None where none was.
         """
         device = trainer.strategy.root_device
         if device.type == "cuda":
             return device_peaks(device)
-        if step_bytes == 0:
-            return {}
-        resident = local_bytes(resident_tensors(module, trainer.optimizers, batch))
-        return {"ctdr/peak_memory_gib": (resident + step_bytes) / GIB}
+        return {"ctdr/peak_memory_gib": measured.peak_bytes / GIB} if measured is not None else {}
 
     def predicted(self) -> dict[str, float]:
         """What the last plan predicts; the same names on every rank, whose loggers wait for each other."""
@@ -131,7 +251,10 @@ class MemoryStage:
         self._shown_plan = self.session.plan or self._shown_plan
         shown = self._shown_plan
         peak_bytes, recompute_s = (shown.peak_bytes, shown.recompute_seconds) if shown is not None else (0, 0.0)
-        return {"ctdr/predicted_peak_gib": peak_bytes / GIB, "ctdr/recompute_s": recompute_s}
+        return {
+            "ctdr/predicted_peak_gib": max(peak_bytes, self._rest_peak_bytes) / GIB,
+            "ctdr/recompute_s": recompute_s,
+        }
 
     def new_events(self) -> list[str]:
         """What the session did since the last call, in words."""
@@ -163,21 +286,13 @@ class MemoryStage:
             self.session.abort()
 
 
-def local_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes that tensors take on this device; of sharded ones, the own shard."""
-    return storage_bytes(tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach() for tensor in tensors)
+def _forward_ticks(trace: Trace) -> int:
+    """How many ticks there are up to the last op of the forward."""
+    return max((trace.ops[index].tick for index in trace.forward_ops), default=-1) + 1
 
 
-def optimizer_tensors(optimizers: list[torch.optim.Optimizer]) -> Iterator[Tensor]:
-    """The state that optimizers keep."""
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor))
-
-
-def resident_tensors(module: torch.nn.Module, optimizers: list[torch.optim.Optimizer], batch: Any) -> Iterator[Tensor]:
-    """Weights, buffers, optimizer state and batch: what a step finds in memory besides gradients."""
-    yield from module.parameters()
-    yield from module.buffers()
-    yield from optimizer_tensors(optimizers)
-    yield from tensors_of(batch)
+def _with_forward_bytes(trace: Trace, n_bytes: int) -> Trace:
+    """A step in whose forward so many more bytes are live: the gradients of the step before."""
+    if not n_bytes or not trace.n_ticks:
+        return trace
+    return replace(trace, storages=(*trace.storages, StorageRecord(n_bytes, 0, max(_forward_ticks(trace) - 1, 0))))

@@ -46,13 +46,16 @@ class Retry:
     """Runs forward and backward of one step after another, and runs them again where memory ran out.
 
     Args:
-        session: Leaves a failed step, and knows whether its ops exchange data with other processes.
+        session: Knows whether the ops of a step exchange data with other processes.
+        leave: Takes off everything that a failed step has installed.
         tighten: Called with the message of the error before the step is run again.
         calls: Counts what the step logs.
     """
 
-    def __init__(self, session: Session, tighten: Callable[[str], None], calls: LogCalls) -> None:
-        self._session, self._tighten, self._calls = session, tighten, calls
+    def __init__(
+        self, session: Session, leave: Callable[[], None], tighten: Callable[[str], None], calls: LogCalls
+    ) -> None:
+        self._session, self._leave, self._tighten, self._calls = session, leave, tighten, calls
         self._written: set[str] = set()
         self._snapshot: Snapshot | None = None
         self._forward: Run | None = None
@@ -141,7 +144,7 @@ class Retry:
         assert snapshot is not None
         for left in reversed(range(MAX_TRIES - 1)):
             free(freed)
-            self._session.abort()
+            self._leave()
             snapshot.put_back()
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()

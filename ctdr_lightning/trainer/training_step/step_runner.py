@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ctdr_lightning.memory import Session, signature_of
-from ctdr_lightning.memory.values.live_bytes import PeakMeter, tell_trackers
+from ctdr_lightning.memory.values.live_bytes import tell_trackers
 from ctdr_lightning.trainer.modules import is_compiled
+from ctdr_lightning.trainer.training_step.batch_meter import BatchMeter
 from ctdr_lightning.trainer.training_step.patches import LogCalls, Patches, hide_bookkeeping
+from ctdr_lightning.trainer.training_step.resident import resident_tensors
 from ctdr_lightning.trainer.training_step.retry import Retry
 
 _WRAPPED = ("training_step", "backward")
@@ -26,33 +28,32 @@ class StepRunner:
         session: Guards the memory of each step; None leaves it alone.
         around: Runs the step and may change its output, as distillation does; None calls it directly.
         key: What makes steps differ besides their batch, such as the phase.
-        metering: Whether the next step's true peak is measured.
+        prepares: Called before each step with its arguments, where there is a session; returns the bytes
+            that are in memory beside the session's own, and whether the backward will add to gradients that stand.
+        metering: Whether the next batch's true peak is measured.
         counting: Whether the next step's operations are counted.
         step_flops: Operations of the last step that was counted; 0 before.
         tighten: Called with the message of an out-of-memory error, before the step is tried again; None tries no second
             time.
-        peak_bytes: The last measured peak of a step, resident tensors aside; 0 before the first.
+        measured: The last batch whose true peak was measured; None before.
     """
 
     def __init__(self) -> None:
         self.session: Session | None = None
         self.around: Callable[[nn.Module, Callable[[], Any]], Any] | None = None
         self.key: Hashable = None
+        self.prepares: Callable[[Any], tuple[int, bool]] | None = None
         self.metering = False
         self.counting = False
         self.step_flops = 0
-        self._counter: FlopCounterMode | None = None
         self.tighten: Callable[[str], None] | None = None
-        self._measured_bytes = 0
-        self._meter: PeakMeter | None = None
+        self.measured: BatchMeter | None = None
+        self._counter: FlopCounterMode | None = None
+        self._meter: BatchMeter | None = None
         self._module: LightningModule | None = None
         self._patches = Patches()
         self._retry: Retry | None = None
-
-    @property
-    def peak_bytes(self) -> int:
-        """The last measured peak of a step, without what was in memory before it."""
-        return self.session.measured_peak_bytes if self.session is not None else self._measured_bytes
+        self._beside = (0, False)
 
     def attach(self, module: LightningModule) -> None:
         """Wrap the module's step; twice is once. A compiled step is left alone: its ops are not seen."""
@@ -66,7 +67,8 @@ class StepRunner:
         if self.session is not None:
             calls = LogCalls()
             hide_bookkeeping(self._patches, module, calls)
-            self._retry = Retry(self.session, self.tighten, calls) if self.tighten is not None else None
+            if self.tighten is not None:
+                self._retry = Retry(self.session, self._abort, self.tighten, calls)
 
     def release(self) -> None:
         """Undo `attach` and end a step that is under way."""
@@ -76,17 +78,26 @@ class StepRunner:
         self._patches.undo()
 
     def backward_done(self) -> None:
-        """The backward is over; may be called more than once."""
+        """The backward is over, the optimizer's step may follow; may be called more than once."""
         if self._module is None:
             return
         if self._retry is not None:
             self._retry.done()
         if self.session is not None:
             self.session.end()
-        self._stop_meter()
+        self._stop_counter()
+        if self._meter is not None:
+            self._meter.backward_done()
+
+    def batch_done(self) -> BatchMeter | None:
+        """The batch is over, the optimizer's step with it. Returns what was measured of it, where it was."""
+        self.backward_done()
+        return self._stop_meter()
 
     def _run(self, module: LightningModule, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         inputs = (args, kwargs)
+        if self.prepares is not None and self.session is not None:  # before the retry takes hold of gradients
+            self._beside = self.prepares(inputs)
         run = functools.partial(self._forward, module, functools.partial(inner, *args, **kwargs), inputs)
         return run() if self._retry is None else self._retry.forward(module, run, inputs)
 
@@ -106,6 +117,8 @@ class StepRunner:
         self, module: LightningModule, inner: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any
     ) -> None:
         def run(loss: Tensor) -> None:
+            if self.session is not None:
+                self.session.backward_begins(loss)
             inner(loss, *args, **kwargs)
 
         if self._retry is None:
@@ -114,28 +127,35 @@ class StepRunner:
             self._retry.backward(module, run, loss)
 
     def _begin(self, module: LightningModule, inputs: Any) -> None:
+        beside_bytes, adds = self._beside
+        gradients = [p.grad for p in module.parameters() if p.grad is not None]
+        self._abort()
+        if self.metering:  # below all others, as it leaves last
+            self._meter = BatchMeter(resident_tensors(module, module.trainer.optimizers, inputs), gradients)
         if self.counting:
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()
         if self.session is not None:
-            self.session.begin((self.key, signature_of(inputs, module)), meter=self.metering)
-        elif self.metering:
-            self._meter = PeakMeter()
-            self._meter.__enter__()
+            signature = (self.key, adds, signature_of(inputs, module))
+            self.session.begin(signature, beside_bytes=beside_bytes)
         if self.metering:
-            tell_trackers(parameter.grad for parameter in module.parameters() if parameter.grad is not None)
+            tell_trackers(gradients)
 
     def _abort(self) -> None:
         if self.session is not None:
             self.session.abort()
+        self._stop_counter()
         self._stop_meter()
 
-    def _stop_meter(self) -> None:
+    def _stop_counter(self) -> None:
         counter, self._counter = self._counter, None
         if counter is not None:
             counter.__exit__(None, None, None)
             self.step_flops, self.counting = counter.get_total_flops(), False
+
+    def _stop_meter(self) -> BatchMeter | None:
         meter, self._meter = self._meter, None
         if meter is not None:
-            meter.__exit__(None, None, None)
-            self._measured_bytes = meter.live.peak
+            meter.done()
+            self.measured = meter
+        return meter

@@ -14,6 +14,7 @@ from torchmetrics import MeanMetric
 from ctdr_lightning import CTDRCallback
 from ctdr_lightning.trainer.training_step import retry, snapshot
 from tests import parts
+from tests.memory.leaks import assert_nothing_is_installed
 
 
 def trouble(where=None, at=1, message="CUDA out of memory. Tried to allocate 1 GiB."):
@@ -118,6 +119,7 @@ def rescued(kind, where, step, tmp_path, **options):
     assert any("ran out of memory" in event for event in callback.memory.session.events)
     for name in want:
         assert parts.same(want[name], found[name]), name
+    assert_nothing_is_installed()
 
 
 def refused(kind, where, step, tmp_path, match, **options):
@@ -127,6 +129,7 @@ def refused(kind, where, step, tmp_path, match, **options):
     assert "Tried to allocate 1 GiB" in str(caught.value)
     assert "cannot be run again" in str(caught.value)
     assert list(tmp_path.glob("ctdr-out-of-memory-*.txt"))
+    assert_nothing_is_installed()
 
 
 class Teacher(Net):

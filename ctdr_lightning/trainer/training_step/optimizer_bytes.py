@@ -1,0 +1,152 @@
+"""The bytes that an optimizer's step takes, told before it runs: its state, and what it allocates meanwhile.
+
+A twin of the optimizer steps on ``meta`` tensors, which have sizes and no memory. For-each Adam makes temporaries as
+large as all weights, the same Adam parameter by parameter as large as the largest, a fused one none.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ctdr_lightning.basics.errors import InfeasibleBudgetError
+from ctdr_lightning.basics.units import format_bytes, format_roomy
+from ctdr_lightning.memory.values.live_bytes import PeakMeter
+
+# What torch's optimizers know, from the fastest where memory does not count to the leanest.
+SETTINGS: tuple[dict[str, bool], ...] = ({"foreach": False, "fused": False}, {"foreach": False, "fused": True})
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerBytes:
+    """What optimizers take.
+
+    Attributes:
+        state: Bytes of the state that they keep, once they have stepped.
+        temporary: Bytes that a step has allocated at once besides.
+    """
+
+    state: int
+    temporary: int
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.state + self.temporary
+
+
+def predict(optimizers: list[torch.optim.Optimizer], **settings: bool) -> OptimizerBytes | None:
+    """Bytes of the state and of a step.
+
+    Args:
+        optimizers: They are not changed; of several only one steps at a time.
+        settings: ``foreach`` or ``fused``, where they are to be other than they are.
+
+    Returns:
+        The bytes; None where an optimizer cannot step on sizes alone (LBFGS asks for a closure), or keeps shards.
+
+    Example:
+        >>> weight = nn.Parameter(torch.zeros(1000, 1000))
+        >>> predict([torch.optim.Adam([weight], foreach=True)])
+        OptimizerBytes(state=8000004, temporary=4000000)
+    """
+    try:
+        each = [_measure(optimizer, settings) for optimizer in optimizers]
+    except Exception:  # whatever an optimizer of somebody's raises on tensors without contents: it is measured instead
+        return None
+    return OptimizerBytes(sum(state for state, _ in each), max((temporary for _, temporary in each), default=0))
+
+
+def leaner(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[str, OptimizerBytes]]:
+    """The settings that take less than the present ones, in words, with their bytes; the most usual first."""
+    present = predict(optimizers)
+    for setting in SETTINGS:
+        known = all(name in optimizer.defaults for optimizer in optimizers for name in setting)
+        found = predict(optimizers, **setting) if known and optimizers else None
+        if found is not None and (present is None or found.total < present.total):
+            named = "fused=True" if setting["fused"] else "foreach=False"
+            yield f"{type(optimizers[0]).__name__}(..., {named})", found
+
+
+def optimizer_does_not_fit(
+    optimizers: list[torch.optim.Optimizer], present: OptimizerBytes, end_bytes: int, budget_bytes: int
+) -> InfeasibleBudgetError:
+    """The error for a budget that the optimizer's step breaks, whatever the plan of forward and backward.
+
+    Args:
+        optimizers: In whose settings a remedy is sought.
+        present: What they take as they are set.
+        end_bytes: What is in memory when the backward is over, their state included.
+        budget_bytes: The budget.
+    """
+    least = end_bytes + present.temporary
+    fitting = (
+        f"use {words}, with which it takes {format_bytes(end_bytes - present.state + found.total)}; or "
+        for words, found in leaner(optimizers)
+        if end_bytes - present.state + found.total <= budget_bytes
+    )
+    remedy = f"{next(fitting, '')}raise memory_budget to {format_roomy(least)}, or use a lower rank."
+    return InfeasibleBudgetError(
+        f"The optimizer's step does not fit the budget of {format_bytes(budget_bytes)}: weights, gradients, its state "
+        f"and the batch take {format_bytes(end_bytes)}, its temporaries {format_bytes(present.temporary)}, together "
+        f"{format_bytes(least)}.",
+        remedy[0].upper() + remedy[1:],
+        least_peak_bytes=least,
+    )
+
+
+def _measure(optimizer: torch.optim.Optimizer, settings: dict[str, bool]) -> tuple[int, int]:
+    if settings.get("fused", all(group.get("fused") for group in optimizer.param_groups)):
+        # a fused kernel refuses meta tensors; its state is that of the others, and it allocates nothing
+        return _measure(optimizer, {"foreach": False, "fused": False})[0], 0
+    twin = _twin(optimizer, settings)
+    params = [p for group in twin.param_groups for p in group["params"]]
+    peaks: list[int] = []
+    state = 0
+    for _ in range(2):  # the first step makes the state
+        for param in params:
+            param.grad = torch.empty_like(param)
+        with PeakMeter() as meter:
+            twin.step()
+        state = _state_bytes(twin)
+        peaks.append(meter.live.peak - (state if not peaks else 0))
+    return state, max(0, *peaks)
+
+
+def _twin(optimizer: torch.optim.Optimizer, settings: dict[str, bool]) -> Any:
+    """An optimizer of the same class and settings on meta tensors, without state and without hooks."""
+    kind: Any = type(optimizer)
+    twin = kind.__new__(kind)
+    # neither hooks nor the step that schedulers put over the class's own
+    plain = {k: v for k, v in vars(optimizer).items() if not k.startswith("_optimizer_") and k != "step"}
+    groups = [
+        {**group, **_setting(group, settings), "params": _meta(group["params"])} for group in optimizer.param_groups
+    ]
+    twin.__setstate__({**plain, "state": defaultdict(dict), "param_groups": groups})
+    return twin
+
+
+def _setting(group: dict[str, Any], settings: dict[str, bool]) -> dict[str, Any]:
+    """The group's own setting, or the one that torch would choose on the parameters' device."""
+    if settings:
+        return {name: value for name, value in settings.items() if name in group}
+    if group.get("foreach", False) is None and not group.get("fused"):
+        return {"foreach": all(p.is_cuda for p in group["params"])}
+    return {}
+
+
+def _meta(params: list[Tensor]) -> list[nn.Parameter]:
+    if any(isinstance(p, DTensor) for p in params):
+        raise TypeError("a shard")
+    return [nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in params if p.requires_grad]
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    values = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+    return sum({id(v): v.untyped_storage().nbytes() for v in values}.values())

@@ -1,0 +1,129 @@
+"""Kinds of steps over a run: a first step that is lighter than the others, and more kinds than are kept."""
+
+import pytest
+import torch
+from torch import nn
+
+from ctdr_lightning.memory import Session, plan, session, signature_of
+from ctdr_lightning.memory.session import MOST_KINDS, WATCHED_STEPS, graph_of
+from ctdr_lightning.memory.values.live_bytes import PeakMeter
+from tests.memory.leaks import assert_nothing_is_installed
+
+BUDGET_BYTES = 200_000
+
+
+def make_net():
+    torch.manual_seed(0)
+    return nn.Sequential(*[layer for _ in range(12) for layer in (nn.Linear(32, 32), nn.Tanh())])
+
+
+def make_session(net):
+    weights = sum(p.nbytes for p in net.parameters())
+    return Session(lambda trace: plan(trace, BUDGET_BYTES), budget_bytes=BUDGET_BYTES, static_bytes=weights, root=net)
+
+
+def whole(net, batch):
+    return net(batch).square().mean()
+
+
+def warm_up(net, batch):
+    """A first forward without gradients."""
+    with torch.no_grad():
+        features = net[:-2](batch)
+    return net[-2:](features).square().mean()
+
+
+def thrown_away(net, batch):
+    """A loss of two layers, while the others are not used yet."""
+    return net[:2](batch).square().mean()
+
+
+def step(session, net, batch, way):
+    """One step; what it took at its peak, weights included."""
+    net.zero_grad(set_to_none=True)
+    with PeakMeter() as meter:
+        session.begin(signature_of(batch, net), beside_bytes=batch.nbytes)
+        loss = way(net, batch)
+        session.forward_done()
+        session.backward_begins(loss)
+        loss.backward()
+        session.end()
+    return meter.live.peak + batch.nbytes + sum(p.nbytes for p in net.parameters())
+
+
+def plain_peak(way):
+    net = make_net()
+    return step(Session(lambda trace: plan(trace, policy="keep"), root=net), net, torch.randn(128, 32), way)
+
+
+@pytest.mark.parametrize("first", [warm_up, thrown_away])
+def test_a_first_step_lighter_than_the_others_leaves_no_plan_that_breaks_the_budget(first):
+    assert plain_peak(first) < BUDGET_BYTES < plain_peak(whole)
+    net, batch = make_net(), torch.randn(128, 32)
+    session = make_session(net)
+    peaks = [step(session, net, batch, way) for way in [first, *[whole] * 4]]
+    assert max(peaks) <= BUDGET_BYTES
+    assert any("differed from its plan" in event for event in session.events)
+    assert not session.plan.keeps_all
+
+
+def test_a_change_after_many_light_steps_is_noticed_and_recorded():
+    net, batch = make_net(), torch.randn(128, 32)
+    session = make_session(net)
+    ways = [thrown_away] * (WATCHED_STEPS + 3) + [whole] * 4
+    peaks = [step(session, net, batch, way) for way in ways]
+    assert "its graph is another" in "".join(session.events)
+    assert sum(peak > BUDGET_BYTES for peak in peaks) == 1, "one step is over before it is noticed"
+    assert max(peaks[-3:]) <= BUDGET_BYTES
+
+
+def test_steps_that_take_turns_keep_the_budget_once_noticed():
+    net, batch = make_net(), torch.randn(128, 32)
+    session = make_session(net)
+    ways = [thrown_away, whole] * 8
+    peaks = [step(session, net, batch, way) for way in ways]
+    assert max(peaks[4:]) <= BUDGET_BYTES
+
+
+def test_a_step_without_any_op_ends():
+    net = make_net()
+    session = make_session(net)
+    for _ in range(3):
+        session.begin("nothing")
+        session.forward_done()
+        session.end()
+    assert session.plan.keeps_all
+    assert_nothing_is_installed()
+
+
+def test_a_light_net_is_left_alone_after_it_was_watched():
+    net, batch = make_net(), torch.randn(8, 32)
+    session = make_session(net)
+    for _ in range(1 + WATCHED_STEPS):
+        step(session, net, batch, whole)
+    session.begin(signature_of(batch, net))
+    assert_nothing_is_installed()
+    session.abort()
+    assert len(session.events) == 1
+
+
+def test_kinds_are_bounded_in_number_and_in_ops(monkeypatch):
+    net = make_net()
+    keeper = Session(lambda trace: plan(trace, policy="keep"), root=net)
+    for n in range(MOST_KINDS + 10):
+        step(keeper, net, torch.randn(n + 1, 32), whole)
+    assert len(keeper._kinds) == MOST_KINDS
+    n_ops = len(keeper.trace.ops)
+    monkeypatch.setattr(session, "MOST_OPS", 5 * n_ops)
+    step(keeper, net, torch.randn(500, 32), whole)
+    assert len(keeper._kinds) <= 6
+    before = len(keeper.events)
+    step(keeper, net, torch.randn(500, 32), whole)
+    assert len(keeper.events) == before, "the last used is still there"
+
+
+def test_graphs_are_told_apart():
+    net, batch = make_net(), torch.randn(4, 32)
+    assert graph_of(whole(net, batch)) == graph_of(whole(net, torch.randn(4, 32)))
+    assert len({graph_of(way(net, batch)) for way in (whole, thrown_away)}) == 2
+    assert graph_of(torch.zeros(())) == graph_of(torch.ones(()))
