@@ -73,7 +73,7 @@ class Classifier(LightningModule):
         logits = self(images)
         accuracy: Any = self.accuracy[stage]
         accuracy(logits, labels)
-        self.log(f"{stage}/loss", F.cross_entropy(logits, labels), prog_bar=True)
+        self.log(f"{stage}/loss", F.cross_entropy(logits, labels), prog_bar=True, sync_dist=True)
         self.log(f"{stage}/acc", accuracy, prog_bar=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from lightning import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from ctdr_lightning.basics.errors import ConfigError
+from recipes.resume import ResumableLoader
 
 _TEST_SHARE = 0.4
 
@@ -55,7 +57,9 @@ class DigitsData(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         """Shuffled training images; the last batch is dropped when it is smaller than the others."""
-        return DataLoader(self.train_set, self.batch_size, shuffle=True, drop_last=True)
+        return ResumableLoader(
+            self.train_set, self.batch_size, shuffle=True, drop_last=True, epoch_batches=partial(_epoch_batches, self)
+        )
 
     def val_dataloader(self) -> DataLoader:
         """The held-out images."""
@@ -71,6 +75,10 @@ class DigitsData(LightningDataModule):
             return batch
         images, labels = batch
         return _shift_and_noise(images, max_shift=self.image_size // 16), labels
+
+
+def _epoch_batches(data: LightningDataModule) -> float:
+    return float("inf") if data.trainer is None else data.trainer.num_training_batches
 
 
 def _shift_and_noise(images: Tensor, max_shift: int) -> Tensor:
@@ -92,7 +100,7 @@ class ImageFolderData(LightningDataModule):
         n_workers: Processes that load images.
 
     Raises:
-        ConfigError: In ``setup``, when a folder is missing or holds another number of classes.
+        ConfigError: In ``setup``, when a folder is missing, or holds another number of classes or other classes.
     """
 
     def __init__(
@@ -106,24 +114,37 @@ class ImageFolderData(LightningDataModule):
         self.n_workers = n_workers
 
     def setup(self, stage: str) -> None:
-        """Find the images and check the number of classes."""
+        """Find the images, and check the number of classes and their names."""
         self.train_set = self._folder("train", augment=True)
         self.val_set = self._folder("val")
         self.test_set = self._folder("test") if (self.root / "test").is_dir() else self.val_set
+        for name, images in (("val", self.val_set), ("test", self.test_set)):
+            self._check_names(name, images)
 
     def train_dataloader(self) -> DataLoader:
         """Shuffled, randomly cropped and flipped training images."""
-        return self._loader(self.train_set, shuffle=True)
+        own = partial(_epoch_batches, self)
+        return ResumableLoader(self.train_set, **self._options(), shuffle=True, drop_last=True, epoch_batches=own)
 
     def val_dataloader(self) -> DataLoader:
         """Centre-cropped validation images."""
-        return self._loader(self.val_set)
+        return DataLoader(self.val_set, **self._options())
 
     def test_dataloader(self) -> DataLoader:
         """Centre-cropped test images."""
-        return self._loader(self.test_set)
+        return DataLoader(self.test_set, **self._options())
 
-    def _folder(self, split: str, augment: bool = False) -> Dataset:
+    def _check_names(self, split: str, images: Any) -> None:
+        """Labels are positions in the sorted names, so other names mean other labels."""
+        here, wanted = set(images.classes), set(self.train_set.classes)
+        if here != wanted:
+            raise ConfigError(
+                f"the classes in {self.root / split} are not those in {self.root / 'train'}: "
+                f"{_names(here - wanted)} only in {split}, {_names(wanted - here)} only in train.",
+                "Give both the same class folders; labels are positions in their sorted names.",
+            )
+
+    def _folder(self, split: str, augment: bool = False) -> Any:
         folder = self.root / split
         if not folder.is_dir():
             raise ConfigError(
@@ -140,16 +161,18 @@ class ImageFolderData(LightningDataModule):
             )
         return images
 
-    def _loader(self, images: Dataset, shuffle: bool = False) -> DataLoader:
-        return DataLoader(
-            images,
-            self.batch_size,
-            shuffle=shuffle,
-            drop_last=shuffle,
-            num_workers=self.n_workers,
-            persistent_workers=self.n_workers > 0,
-            pin_memory=torch.cuda.is_available(),
-        )
+    def _options(self) -> dict[str, Any]:
+        # Workers that persist would keep their random state over epochs, which no checkpoint holds.
+        return {
+            "batch_size": self.batch_size,
+            "num_workers": self.n_workers,
+            "pin_memory": torch.cuda.is_available(),
+        }
+
+
+def _names(classes: set[str]) -> str:
+    shown = ", ".join(sorted(classes)[:5]) or "none"
+    return f"{shown} and {len(classes) - 5} more" if len(classes) > 5 else shown
 
 
 def _transform(image_size: int, augment: bool) -> Any:

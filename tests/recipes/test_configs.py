@@ -9,6 +9,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
+from recipes.train import folder_of
+
 CONF = Path(__file__).parents[2] / "conf"
 ABSENT = {"wandb", "mlflow"}
 REQUIRED = ["data.root=images", "task.n_classes=7"]
@@ -35,7 +37,7 @@ def composed(tmp_path):
 def targets(config):
     """Yield every node with a _target_."""
     if isinstance(config, DictConfig):
-        if "_target_" in config:
+        if config.get("_target_") is not None:
             yield config
         for value in config.values():
             yield from targets(value)
@@ -83,4 +85,12 @@ def test_a_sweep_point_finds_its_folder_again_after_requeueing():
     with initialize_config_dir(str(CONF), version_base="1.3"):
         hydra = compose("train", ["launch=slurm", "name=ranks"], return_hydra_config=True).hydra
     assert "SlurmLauncher" in hydra.launcher._target_
-    assert OmegaConf.to_container(hydra.sweep)["dir"] == "multirun/${name}"
+    sweep = OmegaConf.to_container(hydra.sweep)
+    assert sweep["dir"] == "multirun/${name}"
+    assert "override_dirname" in sweep["subdir"]
+
+
+def test_points_of_a_sweep_have_folders_of_their_own():
+    names = [folder_of(f"ctdr.rank=0.5,data.root=/images,{'x' * n}={n}") for n in (1, 100, 101)]
+    assert len(set(names)) == 3
+    assert all(set(name).isdisjoint("=,/[]{} ") and len(name) <= 120 for name in names)

@@ -1,3 +1,5 @@
+import shutil
+
 import pytest
 import torch
 
@@ -56,6 +58,17 @@ def test_without_a_test_folder_the_validation_images_are_the_test(image_root):
     data = ImageFolderData(str(image_root), n_classes=2, n_workers=0)
     data.setup("test")
     assert data.test_set is data.val_set
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_other_class_names_are_refused_by_name(image_root, split):
+    if split == "test":
+        shutil.copytree(image_root / "val", image_root / "test")
+    (image_root / split / "dark").rename(image_root / split / "bright")
+    with pytest.raises(
+        ConfigError, match=rf"(?s){split} are not those.*bright only in {split}, dark only in train.*HINT"
+    ):
+        ImageFolderData(str(image_root), n_classes=2, n_workers=0).setup("fit")
 
 
 def test_a_missing_folder_and_a_wrong_class_count_say_what_to_do(image_root, tmp_path):

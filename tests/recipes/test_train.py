@@ -8,7 +8,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from ctdr_lightning.basics.errors import CheckpointError
+from ctdr_lightning.basics.errors import CheckpointError, ConfigError
 from recipes.train import train
 from tests.recipes.test_configs import CONF
 
@@ -43,7 +43,7 @@ def run(tmp_path):
 def test_trains_decomposes_tests_and_logs(run, tmp_path):
     scores = run("run", "trainer.max_epochs=2", "ctdr.rank=0.4", "ctdr.policy=sqrt")
     assert {"train/loss", "val/acc", "test/acc"} <= scores.keys()
-    rows = list(csv.DictReader((tmp_path / "run" / "csv" / "metrics.csv").open()))
+    rows = list(csv.DictReader((tmp_path / "run" / "csv" / "version_0" / "metrics.csv").open()))
     assert sum(bool(row.get("test/acc")) for row in rows) == 1
     saved = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
     weights = sum(tensor.numel() for name, tensor in saved.items() if name.startswith("net") and "weight" in name)
@@ -65,12 +65,38 @@ def test_a_decomposed_run_can_be_evaluated_again(run, tmp_path):
     assert again["test/loss"] == ours["test/loss"]
 
 
-def test_last_starts_afresh_without_a_checkpoint_and_resumes_with_one(run):
+def test_last_starts_afresh_without_a_checkpoint_and_resumes_with_one(run, tmp_path):
     overrides = ["model.scheduler=null", "ckpt_path=last", "ctdr.rank=0.4"]
     straight = run("straight", "trainer.max_epochs=2", *overrides)
     first = run("same", "trainer.max_epochs=1", *overrides)
     resumed = run("same", "trainer.max_epochs=2", *overrides)
     assert resumed["test/loss"] == straight["test/loss"] != first["test/loss"]
+    logs = sorted((tmp_path / "same" / "csv").glob("version_*/metrics.csv"))
+    assert [path.parent.name for path in logs] == ["version_0", "version_1"]
+    assert [path.name for path in (tmp_path / "same" / "checkpoints").glob("last*")] == ["last.ckpt"]
+    over = run("same", "trainer.max_epochs=2", *overrides)
+    assert over["test/loss"] == resumed["test/loss"]
+    assert over["val/acc"] == resumed["val/acc"]
+
+
+def test_a_checkpoint_of_another_config_is_refused_with_the_difference(run):
+    run("used", "trainer.max_epochs=1", "ckpt_path=last", "ctdr.rank=0.5")
+    with pytest.raises(ConfigError, match=r"ctdr\.rank was 0\.5, now 0\.25") as caught:
+        run("used", "trainer.max_epochs=1", "ckpt_path=last", "ctdr.rank=0.25")
+    assert "name=" in caught.value.hint
+
+
+def test_an_experiment_runs_dense(run):
+    scores = run("dense", "experiment=digits", "ctdr=none", "trainer.max_epochs=1")
+    assert "test/acc" in scores
+    assert not any(name.startswith("ctdr/") for name in scores)
+
+
+def test_the_best_checkpoint_can_be_named_on_the_command_line(run, tmp_path):
+    run("ours", "trainer.max_epochs=1", "ctdr.rank=0.4")
+    (best,) = (tmp_path / "ours" / "checkpoints").glob("best*.ckpt")
+    again = run("again", "trainer.max_epochs=1", "ctdr=none", f"init_from={best}")
+    assert "test/acc" in again
 
 
 def test_image_folders_train_a_torchvision_net(tmp_path, image_root):
@@ -102,5 +128,12 @@ def test_a_sweep_goes_through_submitit(tmp_path):
     command = [sys.executable, "-m", "recipes.train", "--multirun", *sweep, *TINY]
     done = subprocess.run(command, cwd=CONF.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    sizes = [(tmp_path / str(number) / "checkpoints" / "last.ckpt").stat().st_size for number in (0, 1)]
-    assert sizes[0] > sizes[1]
+    points = {path.name.partition("-data")[0]: path for path in tmp_path.iterdir() if (path / "checkpoints").is_dir()}
+    assert len(points) == 2
+    sizes = {
+        rank: (path / "checkpoints" / "last.ckpt").stat().st_size
+        for path in points.values()
+        for rank in ("0.5", "0.25")
+        if f"ctdr.rank-{rank}-" in path.name
+    }
+    assert sizes["0.5"] > sizes["0.25"]

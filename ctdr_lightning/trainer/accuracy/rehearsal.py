@@ -111,11 +111,13 @@ def training_batches(trainer: Any, module: LightningModule, count: int) -> Itera
 
 
 def _with_own_workers(loader: Any) -> Any:
-    """A loader whose workers, if they persist, are not those from which the epoch draws its batches."""
-    if not getattr(loader, "persistent_workers", False):
+    """A loader whose workers, if they persist, and whose place in the data are not those of the epoch."""
+    persists = getattr(loader, "persistent_workers", False)
+    if not persists and not hasattr(loader, "state_dict"):
         return loader
     own = copy(loader)
-    vars(own)["persistent_workers"] = False  # DataLoader refuses the assignment
+    if persists:
+        vars(own)["persistent_workers"] = False  # DataLoader refuses the assignment
     return own
 
 
