@@ -138,6 +138,7 @@ class CTDRCallback(Callback):
             elif last_trainer is not trainer and self.coach is not None:
                 self.coach.begin_again()
         self._served = ref(trainer), ref(pl_module)
+        self._random = Randomness()
 
     @classmethod
     def from_checkpoint(cls, path: str | Path, **changes: Any) -> CTDRCallback:
@@ -201,7 +202,7 @@ class CTDRCallback(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take up the random state of a resumed run; recover from the cut of a fresh one; wrap the step."""
-        self._random.train_start()
+        self._random.train_start(trainer)
         if self.coach is not None:
             self.coach.train_start(trainer, pl_module)
         self._attach(trainer, pl_module)
@@ -277,6 +278,7 @@ class CTDRCallback(Callback):
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop when recovered."""
+        self._random.epoch_end(trainer)
         self.monitor.pause()
         self._epoch_trained(trainer, pl_module)
         self.monitor.resume()
@@ -292,6 +294,7 @@ class CTDRCallback(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the module as it was found, apart from its layers."""
+        self._random.release(trainer)
         self._release()
 
     @override
@@ -372,4 +375,4 @@ class CTDRCallback(Callback):
             self.surgeon.cut(pl_module, self.coach.progress.stage if self.coach is not None else 1)
         if decided:
             self.reporter.resumed(wished, state.get("options"), self.options)
-        self._random.load(trainer, state.get("random"), trained=decided)
+        self._random.load(trainer, state.get("random"), checkpoint, at_once=not decided)

@@ -13,11 +13,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, RandomSampler
 
 from ctdr_lightning.basics.errors import ConfigError
-from ctdr_lightning.trainer.randomness import Randomness
+from ctdr_lightning.trainer.randomness import Randomness, isolated
 
 _KEY = "recipe_config"
 _FREE = (
-    "name", "output_dir", "init_from", "ckpt_path", "test", "logger", "callbacks", "trainer.default_root_dir",
+    "name", "output_dir", "init_from", "ckpt_path", "test", "logger", "callbacks.checkpoint", "callbacks.last",
+    "callbacks.preemption", "trainer.default_root_dir",
     "trainer.max_epochs", "trainer.max_steps", "trainer.max_time", "trainer.log_every_n_steps",
     "trainer.enable_progress_bar", "trainer.enable_model_summary", "trainer.plugins",
 )  # fmt: skip
@@ -43,15 +44,21 @@ class ResumableLoader(DataLoader):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Begin an epoch, or go on with the one that was interrupted."""
-        drawn = int(torch.empty((), dtype=torch.int64).random_().item())
+        self._seed, self._drawn = int(torch.empty((), dtype=torch.int64).random_().item()), 0
+        return self._epoch(self._seed)
+
+    def _epoch(self, drawn: int) -> Iterator[Any]:
         self._seed, seen = self._resumed or (drawn, 0)
         self._resumed = None
         self.generator.manual_seed(self._seed)
         batches = super().__iter__()
-        for _ in islice(batches, seen):
-            pass
+        with isolated():
+            for _ in islice(batches, seen):
+                pass
         self._drawn = seen
-        return self._counted(batches)
+        for batch in batches:
+            self._drawn += 1
+            yield batch
 
     def __copy__(self) -> DataLoader:
         """A plain loader over the same data, whose batches do not count."""
@@ -66,11 +73,6 @@ class ResumableLoader(DataLoader):
             collate_fn=self.collate_fn,
             pin_memory=self.pin_memory,
         )
-
-    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            self._drawn += 1
-            yield batch
 
     def state_dict(self) -> dict[str, int]:
         """The epoch's number, the batches seen, and whether they were all; Lightning saves and loads it."""
@@ -93,6 +95,7 @@ class Resume(Callback):
         super().__init__()
         self._config = dict(flat(config))
         self._random = Randomness()
+        self._place: list[Mapping[str, int]] = []
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the config and the random state of every rank."""
@@ -111,15 +114,30 @@ class Resume(Callback):
             rank_zero_warn("The checkpoint holds no config: whether it is of this run cannot be checked.")
             return
         check_same(saved["config"], self._config)
-        self._random.load(trainer, saved["random"])
+        self._place = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
+        self._random.load(trainer, saved["random"], checkpoint)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take up the random state."""
-        self._random.train_start()
+        """Take up the random state and the place in the data."""
+        # A schedule that asks for `estimated_stepping_batches` has Lightning make the loader before it has read where
+        # that loader was, and it does not look again.
+        loader, place = trainer.train_dataloader, self._place
+        if place and isinstance(loader, ResumableLoader):
+            loader.load_state_dict(place[0])
+        self._place = []
+        self._random.train_start(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draw the data order of a resumed run's first whole epoch from the state taken up."""
         self._random.epoch_start(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Reload data when the undisturbed run would have."""
+        self._random.epoch_end(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give the trainer its own setting back."""
+        self._random.release(trainer)
 
 
 def flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

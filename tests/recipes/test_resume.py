@@ -18,7 +18,7 @@ from tests.recipes.test_train import TINY
 
 RECOVERED = ["ctdr.rank=0.4", "+ctdr.recovery.batchnorm_batches=2"]
 PREEMPTED = [
-    "ckpt_path=last", "trainer.max_epochs=2", "model.scheduler=null",
+    "ckpt_path=last", "trainer.max_epochs=2",
     "+callbacks.preemption._target_=recipes.preemption.PreemptionCheckpoint",
     "+callbacks.preemption.path=${output_dir}/checkpoints/last.ckpt",
 ]  # fmt: skip
