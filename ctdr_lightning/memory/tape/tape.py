@@ -92,8 +92,8 @@ _LINES: Remembered[list[_Line]] = Remembered()
 class _Listener:
     """Our saved-tensor hooks, on top of the stack only while autograd saves something that the plan drops.
 
-    What it saves meanwhile it holds as always, which costs nothing. Hooks of the program's own come first: while they
-    are on the stack nothing is changed.
+    While our hooks are off, autograd saves tensors itself, at no cost to us. If the program has hooks above ours, we
+    leave the stack alone.
     """
 
     def __init__(self, hooks: saved_tensors_hooks) -> None:

@@ -42,7 +42,7 @@ class OpRecord:
         backward: Whether autograd's backward ran it.
         pin: Why it may not be run again, or the empty string.
         region: How many forwards of modules had begun before it; -1 where that is not known.
-        again: Share of its time that running it once more takes; below 1 where there is a shortcut.
+        again: Time of a replay over the time of the first run; below 1 if the op has a shortcut.
     """
 
     name: str
@@ -202,7 +202,7 @@ class Trace:
         call_s: float = 0.0,
         again: Mapping[int, float] | None = None,
     ) -> Trace:
-        """The same trace with other op times, one for each op, and workspaces and shortcuts, by op index if others."""
+        """A copy with new op times (one per op) and, for the op indices given, new workspaces and replay shares."""
         shares = again or {}
         ops = (
             replace(op, seconds=s, temp_bytes=temp_bytes.get(i, op.temp_bytes), again=shares.get(i, op.again))

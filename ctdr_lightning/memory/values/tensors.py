@@ -31,8 +31,9 @@ def version_of(tensor: Tensor) -> int:
 def wants_grad_itself(tensor: Tensor) -> bool:
     """Whether the tensor is a leaf that requires grad.
 
-    Views are never asked: after a write in place, that alone gives a view a new ``grad_fn``, whose turn in the backward
-    is earlier than it would have been, and gradients are summed up in another order.
+    Never read ``is_leaf`` or ``grad_fn`` of a view. After a write in place, reading it makes autograd regenerate the
+    view's ``grad_fn`` with a later sequence number; the backward then runs it earlier and sums gradients in another
+    order, so that the last bits differ.
     """
     return tensor.requires_grad and not tensor._is_view() and tensor.is_leaf
 
