@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -10,9 +10,31 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.basics.registry import Registry
 from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer
 from ctdr_lightning.decomposition.layers.surgery import walk
 from ctdr_lightning.recovery.batchnorm import tracked
+
+Owners = Callable[[nn.Module], Iterable[str]]
+TRAINED_PARAMETERS: Registry[Owners] = Registry("phase.train", group="ctdr_lightning.trained_parameters")
+
+
+@TRAINED_PARAMETERS.register("all")
+def everything(module: nn.Module) -> list[str]:
+    """Every layer of a module, itself included."""
+    return [name for name, _ in module.named_modules()]
+
+
+@TRAINED_PARAMETERS.register("factors")
+def factors(module: nn.Module) -> list[str]:
+    """The factorized layers."""
+    return [name for name, layer in walk(module) if isinstance(layer, FactorizedLayer)]
+
+
+@TRAINED_PARAMETERS.register("batchnorm")
+def batchnorm(module: nn.Module) -> list[str]:
+    """The layers with running statistics."""
+    return list(tracked(module))
 
 
 def chosen_parameters(module: nn.Module, train: str | Sequence[str]) -> set[str]:
@@ -20,7 +42,7 @@ def chosen_parameters(module: nn.Module, train: str | Sequence[str]) -> set[str]
 
     Args:
         module: Any module.
-        train: ``"all"``, ``"factors"``, ``"batchnorm"``, or name patterns.
+        train: ``"all"``, ``"factors"``, ``"batchnorm"``, another registered word, or name patterns.
 
     Raises:
         ConfigError: When a word or pattern means no parameter.
@@ -39,15 +61,10 @@ def chosen_parameters(module: nn.Module, train: str | Sequence[str]) -> set[str]
 
 
 def _meant(module: nn.Module, word: str, names: list[str]) -> set[str]:
-    if word == "all":
-        return set(names)
-    if word == "factors":
-        owners = [name for name, layer in walk(module) if isinstance(layer, FactorizedLayer)]
-    elif word == "batchnorm":
-        owners = list(tracked(module))
-    else:
+    if word not in TRAINED_PARAMETERS:
         return {name for name in names if fnmatchcase(name, word)}
-    return {name for name in names if any(name.startswith(f"{owner}.") for owner in owners)}
+    starts = tuple(f"{owner}." if owner else "" for owner in TRAINED_PARAMETERS[word](module))
+    return {name for name in names if name.startswith(starts)}
 
 
 class Freezer:
