@@ -71,6 +71,10 @@ class CTDRCallback(Callback):
             sequence in mid-epoch.
         allow_untested: Go on under a strategy that is not among the tested ones.
         verbose: Print what was decomposed and planned.
+        offload: Where saved tensors may wait besides the device: ``"host"``, ``"disk"``, or a list of these.
+        disk_folder: Folder of the disk's file; None takes the system's folder for temporary files.
+        codecs: How saved tensors may be written smaller: ``"exact"`` in ways that leave every gradient as it is, a list
+            of names for others, None not at all.
 
     Raises:
         ConfigError: When an argument cannot be used.
@@ -97,11 +101,14 @@ class CTDRCallback(Callback):
         over_budget: str = "auto",
         allow_untested: bool = False,
         verbose: bool = True,
+        offload: str | list[str] | None = None,
+        disk_folder: str | Path | None = None,
+        codecs: str | list[str] | None = "exact",
     ) -> None:
         super().__init__()
         self.options = CallbackOptions(
             rank, method, select, memory_budget, policy, Recovery.read(recovery), choices, allocate, data, max_slowdown,
-            retry_on_oom, keep_gradients, over_budget, allow_untested, verbose,
+            retry_on_oom, keep_gradients, over_budget, allow_untested, verbose, offload, disk_folder, codecs,
         )  # fmt: skip
         self._begin()
 

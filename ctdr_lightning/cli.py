@@ -30,6 +30,9 @@ from ctdr_lightning.command_line.named import build_model
 from ctdr_lightning.command_line.steps import step_of
 from ctdr_lightning.decomposition import METHODS, decompose
 from ctdr_lightning.memory import POLICIES, Plan, max_batch, plan, record_fake, simulate
+from ctdr_lightning.memory.codecs import CODECS
+from ctdr_lightning.memory.holders.base import HOLDERS
+from ctdr_lightning.memory.holders.places import Places
 from ctdr_lightning.memory.values.tensors import storage_bytes
 
 _STATES = {"adam": 2, "sgd": 0, "momentum": 1}
@@ -63,9 +66,10 @@ def _decompose(options: argparse.Namespace) -> None:
 def _plan(options: argparse.Namespace) -> None:
     batch = from_data(options.data) if options.data else from_inputs(_inputs(options))
     _check_budget(options)
+    options.places = Places.read(options.offload, options.disk_folder, options.codecs)
     model, static_bytes = _training(options)
     trace = record_fake(model, batch, step_of(model, spare=bool(options.data)), device=options.device)
-    trace = trace.with_static(static_bytes)
+    trace = options.places.equip(trace.with_static(static_bytes), options.device)
     policy = options.policy or ("auto" if options.budget else "sqrt")
     made = plan(trace, options.budget, policy)
     plain = simulate(trace)
@@ -149,6 +153,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_batch(memory, "shape of the batch, such as 64,3,224,224")
     memory.add_argument("--budget", help="such as 8GiB; without it policy sqrt decides")
     _add_memory(memory)
+    memory.add_argument("--offload", nargs="+", help=f"where tensors may wait: {', '.join(HOLDERS)}")
+    memory.add_argument("--disk-folder", help="where the disk's file is")
+    memory.add_argument("--codecs", nargs="+", help=f"exact, or some of {', '.join(CODECS)}")
     memory.set_defaults(run=_plan)
 
     batch = commands.add_parser("max-batch", help="find the largest batch for a budget, on fake tensors too")

@@ -9,7 +9,7 @@ phases (ASPLOS 2020) and DTR (ICLR 2021) in one engine.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ctdr_lightning.basics.torch_private import tree_flatten
+from ctdr_lightning.memory.holders.base import Holder
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.recorder.recorder import Recorder
 from ctdr_lightning.memory.tape.online import Evictor
@@ -84,6 +85,7 @@ class Session:
             anything.
         static_bytes: What is in memory all along and not made by the step: weights, optimizer state, the batch.
         root: The module that module paths in traces and plans start from; None lets each step find its own.
+        holders: Where offloaded values wait, over all steps.
 
     Attributes:
         budget_bytes: The budget that steps without a plan are kept under; may be changed between steps.
@@ -104,6 +106,7 @@ class Session:
         budget_bytes: int | None = None,
         static_bytes: int = 0,
         root: nn.Module | None = None,
+        holders: Mapping[str, Holder] | None = None,
     ) -> None:
         self.events: list[str] = []
         self.measured_peak_bytes = 0
@@ -113,6 +116,7 @@ class Session:
         self.budget_bytes = budget_bytes
         self.static_bytes = static_bytes
         self._beside_bytes = 0
+        self._holders = holders
         self._root = ref(root) if root is not None else None  # a session outlives the run, the model need not
         self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
         self._fingerprint: tuple[Hashable, ...] = ()
@@ -156,7 +160,7 @@ class Session:
             self._recorder = Recorder(evictor=self._evictor(), root=root)
             self._recorder.__enter__()
         elif kind.plan is not None and not kind.plan.keeps_all:
-            self._tape = Tape(kind.plan, self._evictor())
+            self._tape = Tape(kind.plan, self._evictor(), self._holders)
             self._tape.__enter__()
 
     def _kind_of(self, signature: Hashable) -> _Kind:

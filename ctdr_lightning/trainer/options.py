@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ctdr_lightning.basics.checks import real
@@ -14,6 +15,7 @@ from ctdr_lightning.decomposition import METHODS, Choices
 from ctdr_lightning.decomposition.choose.allocate import RESOURCES
 from ctdr_lightning.decomposition.choose.rank import RankSpec
 from ctdr_lightning.memory import POLICIES
+from ctdr_lightning.memory.holders.places import Places
 from ctdr_lightning.recovery.schedule import Recovery, read_yaml
 
 OVER_BUDGET = ("auto", "raise", "least")
@@ -42,6 +44,9 @@ class CallbackOptions:
     over_budget: str
     allow_untested: bool
     verbose: bool
+    offload: Any = None
+    disk_folder: Any = None
+    codecs: Any = "exact"
 
     def __post_init__(self) -> None:
         self._check_decomposition()
@@ -50,6 +55,7 @@ class CallbackOptions:
         _known(POLICIES, "policy", self.policy)
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget, total_bytes=1 << 62)
+        self.places()
         for name in ("retry_on_oom", "allow_untested", "verbose"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is no truth value.", "Write True or False.")
@@ -80,6 +86,14 @@ class CallbackOptions:
             _known(RESOURCES, "allocate", self.allocate)
         if self.allocate == "loss" and self.data is None:
             raise ConfigError('allocate="loss" needs data.', 'Write data="train", or allocate="parameters".')
+
+    def places(self) -> Places:
+        """Where saved tensors may wait, and in what form.
+
+        Raises:
+            ConfigError: When a name is not known.
+        """
+        return Places.read(self.offload, self.disk_folder, self.codecs)
 
     def decomposition(self) -> dict[str, Any] | None:
         """Arguments for `decompose`; None where nothing is decomposed."""
@@ -137,6 +151,8 @@ def _plain(value: Any) -> Any:
         return value.to_dict()
     if isinstance(value, Mapping):
         return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, Path):
+        return str(value)
     return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 

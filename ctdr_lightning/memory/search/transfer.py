@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from ctdr_lightning.memory.plans.actions import Actions, Keep
+from ctdr_lightning.memory.plans.actions import Action, Actions, Compress, Keep, Offload
+from ctdr_lightning.memory.traces.facts import facts_of
 from ctdr_lightning.memory.traces.trace import Trace
 
 
@@ -18,7 +19,15 @@ def structure_of(trace: Trace) -> Hashable:
 def transferred(actions: Actions, target: Trace) -> Actions:
     """The actions that mean the same for a trace of the same structure.
 
-    What the target writes over cannot be held there, and is left to its default.
+    What the target writes over cannot be held there, and is left to its default; so is what cannot be put away there:
+    an index of a larger plane may not be short.
     """
-    droppable, fleeting = target.droppable, target.fleeting
-    return {v: a for v, a in actions.items() if v in droppable and not (isinstance(a, Keep) and v in fleeting)}
+    return {value: action for value, action in actions.items() if _means_the_same(target, value, action)}
+
+
+def _means_the_same(target: Trace, value: int, action: Action) -> bool:
+    if isinstance(action, (Offload, Compress)):
+        facts, needs = facts_of(target)[value], {cost.name: cost.needs for cost in target.codecs}
+        there = isinstance(action, Compress) or any(link.to == action.to for link in target.links)
+        return facts.movable and there and all(needs.get(codec) in facts.kinds for codec in action.codecs)
+    return value in target.droppable and not (isinstance(action, Keep) and value in target.fleeting)

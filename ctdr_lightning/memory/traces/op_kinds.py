@@ -29,6 +29,11 @@ def is_weighted(op: OpRecord) -> bool:
     return any(name == kind or name.endswith(f"_{kind}") for kind in _WEIGHTED)
 
 
+def is_convolution(op: OpRecord) -> bool:
+    """Whether the op is a convolution."""
+    return "convolution" in base_name(op)
+
+
 def is_attention_core(op: OpRecord) -> bool:
     """Whether the op belongs to attention between its projections: products of activations, softmax, fused kernels."""
     name = base_name(op)

@@ -16,8 +16,11 @@ from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.units import GIB, MIB, format_bytes, parse_bytes
 from ctdr_lightning.joint.promise import promise
 from ctdr_lightning.memory import Plan, Session, Trace, plan, simulate
+from ctdr_lightning.memory.holders.places import Places
 from ctdr_lightning.memory.many_shapes import ManyShapes
 from ctdr_lightning.memory.policies import Budget
+from ctdr_lightning.memory.simulator.transfers import Transfers
+from ctdr_lightning.memory.traces.machine import CodecCost, Link
 from ctdr_lightning.memory.traces.trace import StorageRecord
 from ctdr_lightning.trainer.modules import overrides
 from ctdr_lightning.trainer.options import CallbackOptions
@@ -57,6 +60,9 @@ class MemoryStage:
         self._shown_plan: Plan | None = None
         self._tightened = False
         self._module: LightningModule | None = None
+        self._places = Places()
+        self._machine: tuple[list[Link], list[CodecCost]] | None = None
+        self._holders = self._places.holders()
 
     def prepare(self, trainer: Any, module: LightningModule) -> None:
         """Make the session, once the model is on its device; nothing where no memory is planned."""
@@ -68,7 +74,9 @@ class MemoryStage:
             if self._options.memory_budget is not None:
                 total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
                 self._budget_bytes = parse_bytes(self._options.memory_budget, total_bytes=total)
-            self.session = Session(self._plan, budget_bytes=self._budget_bytes, root=module)
+            self._places = self._options.places().on(device.type)
+            self._holders = self._places.holders()
+            self.session = Session(self._plan, budget_bytes=self._budget_bytes, root=module, holders=self._holders)
         sizes = [(id(o), [len(group["params"]) for group in o.param_groups]) for o in trainer.optimizers]
         if sizes != self._optimizers_seen:
             self._optimizers_seen, self._rest_measured = sizes, False
@@ -100,7 +108,9 @@ class MemoryStage:
 
     def _plan(self, trace: Trace) -> Plan:
         """The plan of this process alone: results do not depend on plans, and no process waits for another's."""
-        standing = _with_forward_bytes(trace.with_static(self._optimizer.state), self._kept_bytes)
+        self._machine = self._machine or self._places.measured()
+        equipped = trace.with_static(self._optimizer.state).with_machine(*self._machine)
+        standing = _with_forward_bytes(equipped, self._kept_bytes)
         plain = simulate(standing).bytes_at
         end_bytes = int(plain[-1]) if len(plain) else standing.resident_bytes
         self._rest_peak_bytes = end_bytes + self._optimizer.temporary
@@ -251,10 +261,17 @@ class MemoryStage:
         self._shown_plan = self.session.plan or self._shown_plan
         shown = self._shown_plan
         peak_bytes, recompute_s = (shown.peak_bytes, shown.recompute_seconds) if shown is not None else (0, 0.0)
-        return {
+        found = {
             "ctdr/predicted_peak_gib": max(peak_bytes, self._rest_peak_bytes) / GIB,
             "ctdr/recompute_s": recompute_s,
         }
+        return found | self._transfers(shown) if self._places.offload else found
+
+    @staticmethod
+    def _transfers(shown: Plan | None) -> dict[str, float]:
+        """What the last plan predicts of transfers: bytes that leave the device in a step, and the waits for them."""
+        transfers = shown.timeline.transfers if shown is not None else Transfers()
+        return {"ctdr/moved_gib": transfers.moved_bytes / GIB, "ctdr/transfer_wait_s": transfers.waits_s}
 
     def new_events(self) -> list[str]:
         """What the session did since the last call, in words."""
@@ -276,7 +293,7 @@ class MemoryStage:
 
         figure = Figure(figsize=(8, 3), layout="constrained")
         axes = simulate(session.trace).plot(figure.subplots(), label="everything kept")
-        simulate(session.trace, session.plan).plot(axes, label=f"plan ({session.plan.policy})")
+        session.plan.timeline.plot(axes, label=f"plan ({session.plan.policy})")
         return figure
 
     def release(self) -> None:
@@ -284,6 +301,7 @@ class MemoryStage:
         self._module = None
         if self.session is not None:
             self.session.abort()
+        self._holders.close()
 
 
 def _forward_ticks(trace: Trace) -> int:

@@ -1,0 +1,137 @@
+"""What a user allows to be done with saved tensors besides recomputing them: places to move them to, codecs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ctdr_lightning.basics.devices import DEVICES
+from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.memory.codecs import CODECS
+from ctdr_lightning.memory.holders.base import HOLDERS, HolderOptions, Holders
+from ctdr_lightning.memory.holders.measure import measure_codecs, measure_links
+from ctdr_lightning.memory.traces.machine import CodecCost, Link
+from ctdr_lightning.memory.traces.trace import Trace
+
+# Sustained rates of pinned copies, 80 % of the bus: PCIe 3 x16 for the older cards, 4 for those of 2020, 5 for Hopper.
+_HOST_BYTES_PER_S = {
+    "v100": 12e9, "t4": 12e9, "rtx3090": 24e9, "rtx4090": 24e9, "l4": 12e9, "a10g": 24e9, "a100": 24e9, "h100": 50e9,
+    "h200": 50e9,
+}  # fmt: skip
+_NVME = Link("disk", 2e9, 3e9, latency_s=1e-4, granule=4096)  # one NVMe drive, sustained
+# A codec of a few elementwise passes reads and writes about six times what it is given.
+_PASSES = 6
+
+
+def _names(argument: str, given: str | Sequence[str] | None, known: Sequence[str]) -> tuple[str, ...]:
+    names = () if given is None else (given,) if isinstance(given, str) else given
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{argument}={given!r} is no name and no list of names.", f"Valid names: {', '.join(known)}.")
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"{argument}={name!r} is not known.", f"Valid names: {', '.join(known)}.")
+    return tuple(dict.fromkeys(names))
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where saved tensors may wait, and in what form.
+
+    Attributes:
+        offload: Names of holders.
+        codecs: Names of codecs.
+        folder: Where the disk's file is; None takes the system's folder for temporary files.
+        device: Type of the device that the steps run on.
+
+    Example:
+        >>> Places.read("disk", None, "exact").offload
+        ('disk',)
+    """
+
+    offload: tuple[str, ...] = ()
+    codecs: tuple[str, ...] = ()
+    folder: Path | None = None
+    device: str = "cpu"
+
+    @classmethod
+    def read(
+        cls,
+        offload: str | Sequence[str] | None,
+        disk_folder: str | Path | None,
+        codecs: str | Sequence[str] | None,
+    ) -> Places:
+        """Check what a user wrote.
+
+        Args:
+            offload: ``"host"``, ``"disk"``, a list of these, or None.
+            disk_folder: A folder, or None.
+            codecs: ``"exact"`` for all that leave gradients as they are, a list of names, or None.
+
+        Raises:
+            ConfigError: When a name is not known, or the folder is given without the disk.
+        """
+        places = _names("offload", offload, list(HOLDERS))
+        if disk_folder is not None and not isinstance(disk_folder, str | Path):
+            raise ConfigError(f"disk_folder={disk_folder!r} is no folder.", "Write a path.")
+        if disk_folder is not None and "disk" not in places:
+            raise ConfigError(f"disk_folder={str(disk_folder)!r} without offload='disk'.", "Write offload='disk'.")
+        exact = [name for name in CODECS if CODECS[name].exact]
+        chosen = tuple(exact) if codecs == "exact" else _names("codecs", codecs, [*CODECS, "exact"])
+        if "exact" in chosen:
+            chosen = tuple(dict.fromkeys([*exact, *(name for name in chosen if name != "exact")]))
+        return cls(places, chosen, None if disk_folder is None else Path(disk_folder))
+
+    def on(self, device: str) -> Places:
+        """The same for steps on a type of device.
+
+        Raises:
+            ConfigError: When the host is asked for and the steps run in host memory anyway.
+        """
+        if device != "cuda" and "host" in self.offload:
+            raise ConfigError(
+                f"offload='host': the steps run on {device!r}, whose memory is the host's.", "Write offload='disk'."
+            )
+        return replace(self, device=device)
+
+    def holders(self) -> Holders:
+        """The holders, each made when it is first used."""
+        return Holders(HolderOptions(self.folder, None, self.device))
+
+    def measured(self) -> tuple[list[Link], list[CodecCost]]:
+        """What this machine's links and codecs cost.
+
+        Raises:
+            ConfigError: When the disk's folder cannot be used.
+        """
+        options = HolderOptions(self.folder, None, self.device)
+        return measure_links(self.offload, options), measure_codecs(self.codecs, self.device)
+
+    def of_device(self, name: str) -> tuple[list[Link], list[CodecCost]]:
+        """What the links and codecs of a named device cost, by its table; nothing is measured.
+
+        Args:
+            name: A name in the device table, such as ``"a100"``.
+        """
+        host = Link("host", _HOST_BYTES_PER_S[name], _HOST_BYTES_PER_S[name], latency_s=1e-5, granule=512)
+        seconds_per_byte = _PASSES / DEVICES[name].bytes_per_s
+        costs = [
+            CodecCost(
+                codec, c.exact, c.needs, c.payload_bits, c.side_bits, c.drops_zeros, seconds_per_byte, seconds_per_byte
+            )
+            for codec, c in ((codec, CODECS[codec]) for codec in self.codecs)
+        ]
+        return [{"host": host, "disk": _NVME}[to] for to in self.offload if to in ("host", "disk")], costs
+
+    def equip(self, trace: Trace, device_name: str | None = None) -> Trace:
+        """A trace on a machine with these links and codecs.
+
+        Args:
+            trace: The recorded step.
+            device_name: A device of the table; None measures this machine.
+        """
+        if not self.offload and not self.codecs:
+            return trace
+        if device_name is not None and device_name.lower() in DEVICES:
+            return trace.with_machine(*self.of_device(device_name.lower()))
+        return trace.with_machine(*self.on(trace.device).measured())

@@ -1,0 +1,68 @@
+"""Layer inputs wait in host memory.
+
+Rhu et al., "vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neural Network Design", MICRO 2016,
+arXiv 1602.08124.
+
+Reproduced: ``vdnn_all`` moves the input of every layer, ``vdnn_conv`` that of convolutions alone; a transfer is issued
+    with the layer's forward, and the step waits for it at the layer's end; on the way back the layer before a
+    convolution is prefetched while that convolution's backward runs, one convolution ahead. ``vdnn`` (dyn) keeps all if
+    that fits, else moves convolutions' inputs, else every layer's.
+Modelled: a layer is an op that reads a saved value.
+Left out: the choice of convolution algorithms by workspace, which PyTorch makes.
+
+Complexity O(n log n).
+"""
+
+from __future__ import annotations
+
+from ctdr_lightning.memory.plans.actions import Actions, Offload
+from ctdr_lightning.memory.plans.budget import Budget
+from ctdr_lightning.memory.policies.registry import POLICIES
+from ctdr_lightning.memory.search.best_candidate import choose
+from ctdr_lightning.memory.search.layered import largest_link, layer_inputs
+from ctdr_lightning.memory.traces.op_kinds import is_convolution
+from ctdr_lightning.memory.traces.trace import Trace
+
+
+@POLICIES.register("vdnn_all")
+def vdnn_all(trace: Trace, budget: Budget) -> Actions:
+    """Move the input of every layer.
+
+    Raises:
+        InfeasibleBudgetError: When that does not fit.
+    """
+    return choose(trace, [_moved(trace, convolutions_alone=False)], budget, "vdnn_all")
+
+
+@POLICIES.register("vdnn_conv")
+def vdnn_conv(trace: Trace, budget: Budget) -> Actions:
+    """Move the inputs of convolutions.
+
+    Raises:
+        InfeasibleBudgetError: When that does not fit.
+    """
+    return choose(trace, [_moved(trace, convolutions_alone=True)], budget, "vdnn_conv")
+
+
+@POLICIES.register("vdnn")
+def vdnn(trace: Trace, budget: Budget) -> Actions:
+    """Move nothing, or the inputs of convolutions, or those of all layers: the fastest that fits.
+
+    Raises:
+        InfeasibleBudgetError: When none fits.
+    """
+    plans: list[Actions] = [{}, _moved(trace, convolutions_alone=True), _moved(trace, convolutions_alone=False)]
+    return choose(trace, plans, budget, "vdnn")
+
+
+def _moved(trace: Trace, *, convolutions_alone: bool) -> Actions:
+    to = largest_link(trace)
+    if not to:
+        return {}
+    inputs = layer_inputs(trace, is_convolution if convolutions_alone else lambda op: True)
+    hiding = sorted(entry.needed for entry in layer_inputs(trace, is_convolution)) or sorted(e.needed for e in inputs)
+    actions = {}
+    for entry in inputs:
+        ahead = max((tick for tick in hiding if tick < entry.needed), default=entry.needed)
+        actions[entry.value] = Offload(to, (), entry.read, entry.read, ahead)
+    return actions

@@ -1,0 +1,42 @@
+"""Layer inputs wait in host memory, and no layer waits for its transfer.
+
+Shriram et al., "Dynamic Memory Management for GPU-based Training of Deep Neural Networks" (vDNN++), IPDPS 2019.
+
+Reproduced: vDNN's inputs of every layer or of convolutions, without the wait at the end of a layer: a transfer goes on
+    behind the layers that follow, and the memory is free when it is done; prefetches are ordered by when they are
+    needed and asked for as late as hides them.
+Modelled: when a transfer is done is what the simulated link says.
+Left out: the allocator's heuristic against fragmentation; compression on the host's side.
+
+Complexity O(n log n).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ctdr_lightning.memory.plans.actions import Actions, Offload
+from ctdr_lightning.memory.plans.budget import Budget
+from ctdr_lightning.memory.policies.registry import POLICIES
+from ctdr_lightning.memory.search.best_candidate import choose
+from ctdr_lightning.memory.search.layered import largest_link, layer_inputs
+from ctdr_lightning.memory.simulator.schedule import scheduled
+from ctdr_lightning.memory.traces.op_kinds import is_convolution
+from ctdr_lightning.memory.traces.trace import Trace
+
+
+@POLICIES.register("vdnn_plus")
+def vdnn_plus(trace: Trace, budget: Budget) -> Actions:
+    """Move nothing, or the inputs of convolutions, or those of all layers: the fastest that fits.
+
+    Raises:
+        InfeasibleBudgetError: When none fits.
+    """
+    return choose(trace, _plans(trace), budget, "vdnn_plus")
+
+
+def _plans(trace: Trace) -> Iterator[Actions]:
+    yield {}
+    to = largest_link(trace)
+    for is_layer in (is_convolution, lambda op: True) if to else ():
+        yield scheduled(trace, {entry.value: Offload(to) for entry in layer_inputs(trace, is_layer)})

@@ -1,0 +1,151 @@
+"""What every policy that moves or compresses promises, on a machine that has links and codecs."""
+
+from functools import cache
+
+import pytest
+
+from ctdr_lightning.basics.errors import InfeasibleBudgetError
+from ctdr_lightning.memory import POLICIES, Budget, Plan, Tape, plan, simulate
+from ctdr_lightning.memory.codecs import CODECS
+from ctdr_lightning.memory.holders import HolderOptions
+from ctdr_lightning.memory.holders.base import Holders
+from ctdr_lightning.memory.plans.actions import Compress, Offload
+from ctdr_lightning.memory.search.together import free_codecs
+from ctdr_lightning.memory.traces.facts import facts_of
+from ctdr_lightning.memory.traces.machine import CodecCost, Link
+from ctdr_lightning.memory.traces.op_kinds import base_name
+from tests.memory.harness import Bench
+from tests.memory.policies.nets import CONFORMANCE, bench_of
+from tests.memory.zoo import build
+
+MOVING = ("vdnn", "vdnn_all", "vdnn_conv", "vdnn_plus", "flashneuron", "tflms", "together")
+NETS = ("residual", "GPT-2")
+COSTS = [
+    CodecCost(name, c.exact, c.needs, c.payload_bits, c.side_bits, c.drops_zeros, 1e-10, 1e-10)
+    for name, c in ((name, CODECS[name]) for name in CODECS)
+]
+EXACT = [cost for cost in COSTS if cost.exact]
+
+
+@cache
+def benched(name):
+    """The net, its plain outcome, and its trace on a machine whose link moves a step's saved bytes in a step's time."""
+    bench = bench_of(name) if name in CONFORMANCE else Bench(*build(name))
+    trace = bench.record()
+    seconds = [1e-6 + trace.value_bytes(op.outputs[0]) * 1e-9 if op.outputs else 1e-6 for op in trace.ops]
+    trace = trace.with_costs(seconds, {})
+    rate = sum(trace.value_bytes(v) for v in trace.saved) / trace.seconds
+    return bench, bench.run(), trace.with_machine([Link(to, rate, rate) for to in ("host", "disk")], EXACT)
+
+
+def limit(trace, share):
+    peak = simulate(trace).peak_bytes
+    return None if share is None else trace.resident_bytes + int(share * (peak - trace.resident_bytes))
+
+
+def planned(trace, budget, policy):
+    """The plan, or the error that says that there is none."""
+    try:
+        return plan(trace, budget, policy)
+    except InfeasibleBudgetError as error:
+        return error
+
+
+@pytest.mark.parametrize("share", [None, 0.7])
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("policy", [*MOVING, "gist"])
+def test_plans_fit_round_trip_and_are_exact(policy, net, share, tmp_path):
+    bench, plain, trace = benched(net)
+    budget = limit(trace, share)
+    made = planned(trace, Budget(peak_bytes=budget), policy)
+    if not isinstance(made, Plan):
+        assert made.least_peak_bytes > budget
+        assert made.hint
+        return
+    assert budget is None or made.peak_bytes <= budget
+    assert made.bound_seconds <= made.seconds * (1 + 1e-9)
+    assert made.exact
+    assert Plan.from_json(made.to_json()) == made
+    holders = Holders(HolderOptions(folder=tmp_path))
+    tape = Tape(made, holders=holders)
+    assert not bench.run(tape).differs_from(plain)
+    assert not tape.diverged
+    holders.close()
+
+
+@pytest.mark.parametrize("policy", MOVING)
+def test_what_moves_makes_the_peak_smaller(policy):
+    trace = benched("residual")[2]
+    made = plan(trace, None, policy)
+    if policy != "vdnn_conv":
+        assert made.peak_bytes < simulate(trace).peak_bytes
+    assert any(isinstance(action, Offload) for action in made.away.values())
+
+
+def test_auto_is_no_slower_than_any_of_them_and_faster_than_without_a_link():
+    trace = benched("residual")[2]
+    budget = Budget(peak_bytes=limit(trace, 0.5))
+    best = plan(trace, budget, "auto")
+    assert best.away
+    for policy in (*MOVING, "gist"):
+        other = planned(trace, budget, policy)
+        assert not isinstance(other, Plan) or best.seconds <= other.seconds * (1 + 1e-9), policy
+    without = trace.__class__(**{**_fields(trace), "links": (), "codecs": ()})
+    assert best.seconds < plan(without, budget, "auto").seconds
+
+
+def _fields(trace):
+    return {name: getattr(trace, name) for name in trace.__dataclass_fields__}
+
+
+def test_vdnn_moves_what_the_paper_moves():
+    trace = benched("residual")[2]
+    convolutions = {v for op in trace.ops if base_name(op) == "convolution" for v in op.inputs}
+    alone = plan(trace, None, "vdnn_conv").away
+    assert alone
+    assert alone.keys() <= convolutions
+    assert alone.keys() < plan(trace, None, "vdnn_all").away.keys()
+    for action in alone.values():
+        assert action.gone_by == action.out_at, "the layer waits for its transfer"
+
+
+def test_vdnn_dyn_keeps_everything_that_fits():
+    trace = benched("residual")[2]
+    assert not plan(trace, 2 * simulate(trace).peak_bytes, "vdnn").away
+
+
+def test_flashneuron_moves_the_first_of_the_forward_and_no_more_than_it_must():
+    trace = benched("residual")[2]
+    wide, tight = (plan(trace, limit(trace, share), "flashneuron").away for share in (0.9, 0.75))
+    assert wide.keys() < tight.keys()
+    assert max(wide) < min(tight.keys() - wide.keys())
+    assert {action.to for action in tight.values()} == {"disk"}
+
+
+def test_gist_encodes_by_reader_and_is_lossy_only_where_that_is_allowed():
+    trace = benched("googlenet")[2]
+    lossless = plan(trace, None, "gist")
+    kinds = {action.codecs for action in lossless.away.values()}
+    assert kinds <= {("mask",), ("short",), ("sign",), ("bits",)}
+    assert ("sign",) in kinds
+    assert lossless.exact
+    lossy = plan(trace.with_machine(codecs=COSTS), None, "gist")
+    assert not lossy.exact
+    assert lossy.peak_bytes < lossless.peak_bytes
+
+
+def test_free_codecs_never_depend_on_contents():
+    trace = benched("googlenet")[2]
+    facts = facts_of(trace)
+    found = free_codecs(trace)
+    assert found
+    for value, action in found.items():
+        assert isinstance(action, Compress)
+        assert facts[value].kinds & {"two_valued", "bool", "index", "sign_only"}
+
+
+def test_without_links_and_codecs_they_keep_or_recompute():
+    trace = bench_of("residual").record()
+    for policy in (*MOVING, "gist"):
+        assert not plan(trace, None, policy).away
+        assert policy in POLICIES
