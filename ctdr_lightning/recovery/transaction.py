@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ctdr_lightning.basics.interrupts import interrupts_held
 from ctdr_lightning.recovery.batchnorm import tracked
@@ -42,12 +43,15 @@ def all_or_nothing(*put_backs: PutBack) -> Iterator[None]:
 
 
 def layers_as_now(model: nn.Module) -> PutBack:
-    """Remember which modules stand where, and the running statistics; the result puts both back.
+    """Remember which modules stand where, running statistics and biases; the result puts them back.
 
-    Weights are not copied: whoever exchanges a layer leaves the old one as it was.
+    Weights are not copied: whoever exchanges a layer leaves the old one's as it was. Its bias goes over to the new
+    layer and is fitted there.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    statistics = [(buffer, buffer.clone()) for layer in tracked(model).values() for buffer in layer.buffers()]
+    statistics: list[Tensor] = [buffer for layer in tracked(model).values() for buffer in layer.buffers()]
+    biases = [p for name, p in model.named_parameters() if name.rpartition(".")[2] == "bias" and not is_lazy(p)]
+    values = [(tensor, tensor.detach().clone()) for tensor in [*statistics, *biases]]
 
     @torch.no_grad()
     def put_back() -> None:
@@ -55,7 +59,7 @@ def layers_as_now(model: nn.Module) -> PutBack:
             parent, _, key = name.rpartition(".")
             if name and getattr(modules[parent], key) is not module:
                 setattr(modules[parent], key, module)
-        for buffer, copy in statistics:
-            buffer.copy_(copy)
+        for tensor, value in values:
+            tensor.copy_(value)
 
     return put_back

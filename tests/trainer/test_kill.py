@@ -112,7 +112,7 @@ def train(folder, schedule, arrange=None, killers=(), saving=None):
     if arrange is not None:
         arrange()
     distributed = "LOCAL_RANK" in os.environ
-    ours = CTDRCallback(rank=0.5, policy="sqrt", recovery=schedule, verbose=False)
+    ours = CTDRCallback(rank=0.5, allocate=None, policy="sqrt", recovery=schedule, verbose=False)
     saver = ModelCheckpoint(folder, filename="{epoch}", save_last=True, **(saving or {}))
     module = parts.blobs()
     last = folder / "last.ckpt"
