@@ -1,0 +1,55 @@
+"""Sweeps through submitit and a played SLURM: a job that is preempted is queued again, and no result differs."""
+
+import csv
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.recipes import played_slurm
+from tests.recipes.test_configs import CONF
+from tests.recipes.test_train import TINY
+
+RANKS = (0.5, 0.4, 0.3, 0.2)
+
+
+def sweep(folder, env, *overrides):
+    command = [
+        sys.executable, "-m", "recipes.train", "--multirun", f"ctdr.rank={','.join(map(str, RANKS))}",
+        f"hydra.sweep.dir={folder}", "hydra.sweep.subdir=rank-${ctdr.rank}", "trainer.max_epochs=2",
+        "ctdr.policy=keep", *TINY, *overrides,
+    ]  # fmt: skip
+    return subprocess.run(command, cwd=CONF.parent, env=env, capture_output=True, text=True, timeout=900)
+
+
+def results(folder):
+    """Weights and test scores of each point."""
+    found = {}
+    for rank in RANKS:
+        point = folder / f"rank-{rank}"
+        weights = torch.load(point / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+        last = max((point / "csv").glob("version_*"), key=lambda path: int(path.name.partition("_")[2]))
+        rows = list(csv.DictReader((last / "metrics.csv").open()))
+        found[rank] = weights, [row["test/acc"] for row in rows if row.get("test/acc")]
+    return found
+
+
+@pytest.mark.slow
+def test_a_sweep_with_a_preempted_job_ends_with_the_results_of_an_undisturbed_one(tmp_path):
+    env = played_slurm.install(tmp_path / "slurm")
+    marker = tmp_path / "preempted"
+    preempting = [
+        "+callbacks.preempting._target_=tests.recipes.preempting.PreemptOnce", "+callbacks.preempting.step=8",
+        f"+callbacks.preempting.marker={marker}", "+callbacks.preempting.signal_name=USR2",
+    ]  # fmt: skip
+    quiet = sweep(tmp_path / "quiet", env, *preempting)
+    assert quiet.returncode == 0, quiet.stderr
+    assert not marker.exists()
+    played = sweep(tmp_path / "played", env, "launch=slurm", *preempting)
+    assert played.returncode == 0, played.stderr
+    assert (tmp_path / "slurm" / "jobs" / f"{marker.read_text()}.requeued").exists()
+    expected, found = results(tmp_path / "quiet"), results(tmp_path / "played")
+    for rank in RANKS:
+        assert found[rank][1] == expected[rank][1] != []
+        assert all(torch.equal(tensor, found[rank][0][name]) for name, tensor in expected[rank][0].items())
