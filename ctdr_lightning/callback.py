@@ -14,8 +14,10 @@ from ctdr_lightning.basics.documents import CALLBACK_STATE_VERSION as STATE_VERS
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.decomposition import Choices
 from ctdr_lightning.decomposition.layers.from_checkpoint import NOTE
+from ctdr_lightning.joint.budget_fit import BudgetFit
 from ctdr_lightning.recovery import Recovery
 from ctdr_lightning.recovery.transaction import all_or_nothing, layers_as_now
+from ctdr_lightning.trainer.accuracy.budget_choice import BudgetChoice
 from ctdr_lightning.trainer.accuracy.choosing import TrainingData
 from ctdr_lightning.trainer.accuracy.coach import Coach
 from ctdr_lightning.trainer.checkpoints import CompleteFileIO, write_complete_files
@@ -36,7 +38,7 @@ from ctdr_lightning.trainer.training_step.step_runner import StepRunner
 RankValue = float | int | str
 _OF_ONE_RUN = (
     "surgeon", "coach", "memory", "engine", "monitor", "reporter", "log", "log_dict", "_hook", "_random", "_steps",
-    "_served",
+    "_served", "_choice",
 )  # fmt: skip
 
 
@@ -46,7 +48,8 @@ class CTDRCallback(Callback):
     Args:
         rank: Share of parameters that all layers together keep (float), a rank (int), ``"vbmf"``, ``"error=0.05"``,
             ``"energy=0.99"``, or a mapping from layer pattern to any of these, where a float is each layer's own share;
-            None decomposes nothing.
+            ``"auto"`` chooses ranks and memory plan together for ``memory_budget`` and ``max_slowdown``; None
+            decomposes nothing.
         method: Decomposition method, or ``"auto"``: for each layer the one of least error at equal parameters.
         select: Patterns of the layers to take (``"features.*"``); ``!`` leaves out; None takes all.
         memory_budget: Bytes a step may take: ``"8GiB"``, a number, or a fraction of the device's memory.
@@ -60,7 +63,9 @@ class CTDRCallback(Callback):
             ``"auto"`` is ``"loss"`` where the data can be had when training is set up, else ``"parameters"``.
         data: ``"train"``: a few training batches tell how much the loss minds each layer's error, and the factors are
             refitted on them. They move no random state. None goes by the weights alone.
-        max_slowdown: Without a budget: how long a step may take, in steps of the dense model.
+        max_slowdown: Without a budget, and with ``rank="auto"``: how long a step may take, in steps of the dense model.
+        max_loss: With ``rank="auto"``: how far the outputs may be from the dense model's, as mean KL in nats. Without a
+            budget the least peak within it is sought, and its default is 0.005.
         retry_on_oom: Run a step that ran out of memory again, under a tighter plan and as if it had never failed; where
             that cannot be, the error says why.
         keep_gradients: Whether the gradients of one step may be read in the next one's forward. True keeps them and
@@ -96,6 +101,7 @@ class CTDRCallback(Callback):
         allocate: str | None = "auto",
         data: str | None = "train",
         max_slowdown: float = 1.0,
+        max_loss: float | None = None,
         retry_on_oom: bool = True,
         keep_gradients: bool | None = None,
         over_budget: str = "auto",
@@ -108,7 +114,7 @@ class CTDRCallback(Callback):
         super().__init__()
         self.options = CallbackOptions(
             rank, method, select, memory_budget, policy, Recovery.read(recovery), choices, allocate, data, max_slowdown,
-            retry_on_oom, keep_gradients, over_budget, allow_untested, verbose, offload, disk_folder, codecs,
+            max_loss, retry_on_oom, keep_gradients, over_budget, allow_untested, verbose, offload, disk_folder, codecs,
         )  # fmt: skip
         self._begin()
 
@@ -124,9 +130,15 @@ class CTDRCallback(Callback):
         self.monitor = Monitor()
         self.reporter = Reporter(self.options.verbose, self.surgeon, self.memory, self.engine, self.monitor)
         self._hook: Any = None
+        self._choice: BudgetChoice | None = None
         self._random = Randomness()
         self._steps = 0
         self._served: tuple[ref[Trainer], ref[LightningModule]] | None = None
+
+    @property
+    def fit(self) -> BudgetFit | None:
+        """What ``rank="auto"`` chose on this rank, and what it predicts; None where nothing was chosen."""
+        return self._choice.fit if self._choice is not None else None
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy or a pickle is a new callback with the same arguments: it serves another run."""
@@ -185,8 +197,12 @@ class CTDRCallback(Callback):
 
     def _decomposer(self, trainer: Trainer) -> TrainingData | None:
         """What decomposes by the training data, on every rank alike; None where that is not asked for."""
-        looks = self.options.data == "train" and self.surgeon.choices is None
-        return TrainingData(trainer) if looks else None
+        if self.options.data != "train" or self.surgeon.choices is not None:
+            return None
+        if self.options.fits_budget and self.options.choices is None:
+            self._choice = BudgetChoice(trainer, self.options)
+            return self._choice
+        return TrainingData(trainer)
 
     def _cut(self, trainer: Trainer, pl_module: LightningModule) -> None:
         coaching = [self.coach.as_now()] if self.coach is not None else []
@@ -198,6 +214,7 @@ class CTDRCallback(Callback):
                 self.coach.cut_at_start(pl_module)
             else:
                 self.surgeon.cut(pl_module, 1)
+        self.reporter.fit = self.fit
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

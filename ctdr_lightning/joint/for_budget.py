@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from functools import partial
 from itertools import count, islice
 from time import perf_counter
 from typing import Any
@@ -16,16 +18,16 @@ from ctdr_lightning.basics.checks import real
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.progress_bar import track
 from ctdr_lightning.basics.units import parse_bytes
+from ctdr_lightning.decomposition.choose.choices import LayerChoice
 from ctdr_lightning.decomposition.choose.costs import OPTIMIZER_STATES
-from ctdr_lightning.decomposition.layers.surgery import replace_everywhere
-from ctdr_lightning.decomposition.report import LayerReport
+from ctdr_lightning.decomposition.choose.select import Layer
+from ctdr_lightning.decomposition.chooser import rank_chooser
 from ctdr_lightning.joint.budget_fit import BudgetFit, LayerCost
 from ctdr_lightning.joint.pricing import Pricer
-from ctdr_lightning.joint.proposals import RESOURCES, SHARES, Proposer
+from ctdr_lightning.joint.proposals import DENSE, RESOURCES, SHARES, Proposer
 from ctdr_lightning.joint.search import Candidate, Limits, Search
 from ctdr_lightning.joint.twins import unmoved
 from ctdr_lightning.memory.plans.actions import Recompute
-from ctdr_lightning.memory.plans.plan import Plan
 
 # Without a budget the ranks may cost so much: on five networks a KL below it cost at most 0.3 points of accuracy, or
 # 0.011 nats of a language model's loss, before any training.
@@ -89,17 +91,22 @@ def fit_to_budget(
     if not drawn:
         raise ConfigError("batches has no batch.", "Give a data loader, or a list of training batches.")
     bar = track(count(), "choose", total=1 + len(RESOURCES) * len(SHARES), enabled=progress)
-    with unmoved(model):
-        pricer = Pricer(model, step, drawn[0], states_per_weight(optimizer))
-        proposer = Proposer(model, step, drawn[0], method=method, select=select)
-        search = Search(model, step, drawn, pricer, proposer, limits, lambda: next(bar))
-        try:
+    with rank_chooser(model, drawn, step, select=select, method=method, progress=False) as chooser:
+        with unmoved(model), closing(bar):
+            pricer = Pricer(model, step, drawn[0], states_per_weight(optimizer))
+            forward = partial(_on_batch, step, drawn[0])
+            search = Search(model, forward, pricer, Proposer(chooser), limits, lambda: next(bar))
             found = search.run() if given is None else search.given(given.choices)
-        finally:
-            bar.close()
-        found.model.zero_grad(set_to_none=True)
-    replace_everywhere(model, _swaps(model, found))
-    return _fit(found, search, pricer, limits, perf_counter() - begin_s)
+            for new in found.trial.layers.values() if found.trial is not None else ():
+                new.zero_grad(set_to_none=True)
+        if found.trial is not None:
+            chooser.adopt(found.trial)
+        layers = tuple(_layer_cost(layer, found) for layer in chooser.layers)
+    return _fit(found, layers, search, pricer, limits, perf_counter() - begin_s)
+
+
+def _on_batch(step: Callable[[Any, Any], Tensor], batch: Any, model: nn.Module) -> Tensor:
+    return step(model, batch)
 
 
 def states_per_weight(optimizer: str | Optimizer) -> float:
@@ -143,16 +150,13 @@ def _limits(
     return Limits(parse_bytes(memory_budget, total_bytes=total), max_slowdown, max_loss)
 
 
-def _swaps(model: nn.Module, found: Candidate) -> dict[nn.Module, nn.Module]:
-    names = [row.name for row in found.report.factorized]
-    return {model.get_submodule(name): found.model.get_submodule(name) for name in names}
-
-
-def _fit(found: Candidate, search: Search, pricer: Pricer, limits: Limits, search_s: float) -> BudgetFit:
+def _fit(
+    found: Candidate, layers: tuple[LayerCost, ...], search: Search, pricer: Pricer, limits: Limits, search_s: float
+) -> BudgetFit:
     assert found.plan is not None
-    dense = search.considered[1.0, "dense"]
+    dense = search.considered[DENSE.share, DENSE.resource]
     return BudgetFit(
-        choices=found.report.choices,
+        choices=found.proposal.choices,
         plan=found.plan,
         loss=found.row.loss,
         budget_bytes=limits.peak_bytes or 0,
@@ -163,28 +167,32 @@ def _fit(found: Candidate, search: Search, pricer: Pricer, limits: Limits, searc
         seconds=found.row.seconds,
         measured_slowdown=found.row.measured_slowdown,
         measured_peak_bytes=found.measured_peak_bytes,
-        parameters_before=found.report.parameters_before,
-        parameters_after=found.report.parameters_after,
-        layers=tuple(_layer_cost(row, found, found.plan) for row in found.report.layers),
+        parameters_before=dense.parameters,
+        parameters_after=found.row.parameters,
+        layers=layers,
         considered=tuple(search.considered.values()),
         search_s=search_s,
     )
 
 
-def _layer_cost(row: LayerReport, found: Candidate, plan: Plan) -> LayerCost:
-    inside = [d for d in plan.decisions if d.module == row.name or d.module.startswith(f"{row.name}.")]
-    saved = [d for d in inside if found.trace.values[d.value].saves]
+def _layer_cost(layer: Layer, found: Candidate) -> LayerCost:
+    assert found.plan is not None
+    name, new = layer.name, found.trial.layers.get(layer.name) if found.trial is not None else None
+    choice = found.proposal.choices.layers.get(name, LayerChoice(reason=layer.refusal or "dense is enough"))
+    inside = [d for d in found.plan.decisions if d.module == name or d.module.startswith(f"{name}.")]
+    saved = [d for d in inside if found.plan.trace.values[d.value].saves]
     dropped = [d for d in saved if isinstance(d.action, Recompute)]
+    n_before = sum(p.numel() for p in layer.module.parameters())
     return LayerCost(
-        name=row.name,
-        kind=row.kind,
-        method=row.method or "",
-        ranks=row.ranks,
-        parameters_before=row.parameters_before,
-        parameters_after=row.parameters_after,
-        error=0.0 if math.isnan(row.relative_error) else row.relative_error,
+        name=name,
+        kind=layer.kind,
+        method=choice.method or "",
+        ranks=choice.ranks,
+        parameters_before=n_before,
+        parameters_after=sum(p.numel() for p in new.parameters()) if new is not None else n_before,
+        error=0.0 if math.isnan(choice.error) else choice.error,
         kept_bytes=sum(d.n_bytes for d in saved),
         freed_bytes=sum(d.n_bytes for d in dropped),
         recompute_s=math.fsum(d.seconds for d in dropped),
-        reason=row.reason,
+        reason=choice.reason,
     )

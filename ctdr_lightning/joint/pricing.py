@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,21 @@ PLANNING_S = 1.0
 # What the tape adds to a step was 50 to 90 us for each op that it sees, on two transformers with 30 plans; two plans of
 # the dense step give it within a third. In steps of half a second and more it is under 3 % and is not measured.
 _TRIED_SHARES, _SHORT_S, _MOST_TAPE_S = (0.7, 0.3), 0.5, 1e-4
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a candidate takes.
+
+    Attributes:
+        trace: Its step, with the optimizer's state in memory all along.
+        parameters: All of its parameters.
+        state_bytes: The optimizer's state.
+    """
+
+    trace: Trace
+    parameters: int
+    state_bytes: int
 
 
 class Pricer:
@@ -77,24 +93,20 @@ class Pricer:
             self.dense_runs = False
             return 0.0
 
-    def trace(self, model: nn.Module, choices: Choices) -> Trace:
-        """Trace of a candidate's step, its optimizer's state included.
+    def price(self, choices: Choices) -> Price:
+        """What a candidate's step does, its optimizer's state included.
 
         Args:
-            model: The candidate, whose parameters count.
-            choices: What it is made of.
+            choices: Checked against the model.
         """
+        candidate = structure_of(self._model, choices) if choices.factorized else self._model
         if not choices.factorized:
             found = self.dense
-        elif self._on_fakes:
-            found = self._faked(structure_of(self._model, choices))
         else:
-            found = self.recorded(model)
-        return found.with_static(self.state_bytes(model))
-
-    def state_bytes(self, model: nn.Module) -> int:
-        """Bytes of the optimizer's state for a candidate."""
-        return round(self._n_states * sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad))
+            found = self._faked(candidate) if self._on_fakes else self.recorded(candidate)
+        sizes = [(p.numel(), p.numel() * p.element_size() * p.requires_grad) for p in candidate.parameters()]
+        state_bytes = round(self._n_states * sum(n_bytes for _, n_bytes in sizes))
+        return Price(found.with_static(state_bytes), sum(n for n, _ in sizes), state_bytes)
 
     def seconds(self, made: Plan) -> float:
         """How long a step takes under a plan: the plan's own prediction, and what the tape's seeing of ops costs."""

@@ -1,112 +1,75 @@
-"""Which ranks a share of the whole model buys, and the model with them: the candidates of the search."""
+"""Candidates of the search: which ranks a share of the whole model buys, and the model that stands with them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ctdr_lightning.basics.errors import ConfigError
-from ctdr_lightning.decomposition.apply import decompose
 from ctdr_lightning.decomposition.choose.choices import Choices
-from ctdr_lightning.decomposition.choose.select import find_layers
-from ctdr_lightning.decomposition.report import Report
+from ctdr_lightning.decomposition.choose.rank_search import Start
+from ctdr_lightning.decomposition.chooser import RankChooser
+from ctdr_lightning.decomposition.layers.surgery import replace_everywhere
+from ctdr_lightning.decomposition.layers.tied import follow_owners
+from ctdr_lightning.decomposition.trial import Trial
 from ctdr_lightning.joint.twins import twin_of
 
-# Halves, and thirds between them; a share of 1/16 lost over five points of accuracy on every network that was tried.
+# Halves and thirds; the search also looks between the last that misses and the first that fits. Below 1/16 every
+# network that was tried lost over five points of accuracy.
 SHARES = (0.75, 0.5, 0.33, 0.25, 0.17, 0.125, 0.0625)
 RESOURCES = ("parameters", "seconds")
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """One way to factorize the model.
+    """One way to factorize the model, nothing computed yet.
 
     Attributes:
-        share: Share of the resource that all layers keep together.
-        resource: The resource.
-        model: A twin of the dense model with the factors.
-        report: What became of each layer.
+        share: Share of the resource that all layers keep together; 1 is the dense model.
+        resource: The resource; for the dense model "dense", for choices that were given "given".
+        choices: What becomes of each layer.
+        start: How the layers' errors were judged.
     """
 
     share: float
     resource: str
-    model: nn.Module
-    report: Report
+    choices: Choices
+    start: Start | None = None
 
-    @property
-    def choices(self) -> Choices:
-        """What becomes of each layer."""
-        return self.report.choices
+
+DENSE = Proposal(1.0, "dense", Choices({}))
 
 
 class Proposer:
     """Makes candidates.
 
     Args:
-        model: Dense; twins share its tensors.
-        step: Runs the model on a batch.
-        batch: One batch as in training.
-        options: ``method`` and ``select`` of `decompose`.
+        chooser: Knows the layers and what the batches tell of them.
     """
 
-    def __init__(self, model: nn.Module, step: Callable[[Any, Any], Tensor], batch: Any, **options: Any) -> None:
-        self._model, self._options = model, options
-        self._shapes = _input_shapes(model, lambda: step(model, batch))
+    def __init__(self, chooser: RankChooser) -> None:
+        self._chooser = chooser
 
     def propose(self, share: float, resource: str) -> Proposal | None:
-        """The least loss at a share of a resource; None where no ranks are that cheap."""
-        twin = twin_of(self._model)
-        options: dict[str, Any] = {"input_shapes": self._shapes, "recompute": True, "measure": False, "progress": False}
-        options |= self._options
+        """What a share of a resource buys, judged by all the evidence there is; None where nothing is that cheap."""
         try:
-            report = decompose(twin, share, allocate=resource, **options)
+            start, choices = self._chooser.proposals(share, resource)[-1]
         except ConfigError:
             return None
-        return Proposal(share, resource, twin, report) if report.factorized else None
+        return Proposal(share, resource, choices, start) if choices.factorized else None
 
-    def given(self, choices: Choices) -> Proposal:
-        """The candidate that choices describe.
+    def best(self, proposal: Proposal) -> Trial:
+        """The trial of least loss over all ways to judge errors, at a proposal's share."""
+        return self._chooser.best(proposal.share, proposal.resource)
 
-        Raises:
-            ConfigError: When they do not fit the model.
-        """
-        twin = twin_of(self._model)
-        return Proposal(0.0, "given", twin, decompose(twin, choices=choices, progress=False))
+    def exact(self, proposal: Proposal) -> Trial:
+        """The trial of a proposal's own choices."""
+        return self._chooser.try_out(proposal.choices, proposal.start)
 
-    def dense(self) -> Report:
-        """The dense model as a report."""
-        twin = twin_of(self._model)
-        return decompose(twin, choices=Choices({}), progress=False)
-
-
-@torch.no_grad()
-def _input_shapes(model: nn.Module, run: Callable[[], Any]) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    layers = find_layers(model)
-
-    def note(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-            tensor = args[0] if args else next(iter(kwargs.values()), None)
-            if isinstance(tensor, Tensor):
-                shapes[name] = tuple(tensor.shape)
-
-        return hook
-
-    with _hooked([(layer.module, note(layer.name)) for layer in layers]):
-        run()
-    return shapes
-
-
-@contextmanager
-def _hooked(pairs: Sequence[tuple[nn.Module, Callable[..., None]]]) -> Iterator[None]:
-    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in pairs]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    def standing(self, trial: Trial) -> nn.Module:
+        """A twin of the dense model in which a trial's layers stand."""
+        twin = twin_of(self._chooser.model)
+        swaps: dict[nn.Module, nn.Module] = {twin.get_submodule(name): new for name, new in trial.layers.items()}
+        replace_everywhere(twin, swaps | follow_owners(twin, swaps))
+        return twin

@@ -9,7 +9,8 @@ Complexity: one fake recording and one plan a candidate, a factorization and a K
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,12 +20,11 @@ from torch import Tensor, nn
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.units import format_bytes
 from ctdr_lightning.decomposition.choose.choices import Choices
-from ctdr_lightning.decomposition.report import Report
+from ctdr_lightning.decomposition.trial import Trial
 from ctdr_lightning.joint.budget_fit import Considered
-from ctdr_lightning.joint.divergence import mean_kl, outputs_of
 from ctdr_lightning.joint.pricing import PLANNING_S, Pricer
-from ctdr_lightning.joint.proposals import RESOURCES, SHARES, Proposal, Proposer
-from ctdr_lightning.joint.turns import RealStep, Turns, in_turns
+from ctdr_lightning.joint.proposals import DENSE, RESOURCES, SHARES, Proposal, Proposer
+from ctdr_lightning.joint.turns import RealStep, in_turns
 from ctdr_lightning.memory.bounds.lower_bound import floor_bytes
 from ctdr_lightning.memory.planner import plan
 from ctdr_lightning.memory.plans.budget import Budget
@@ -33,8 +33,8 @@ from ctdr_lightning.memory.simulator.simulator import Simulator
 from ctdr_lightning.memory.traces.trace import Trace
 
 # Predicted times are wrong by up to 5 %: so far a candidate may miss the limit and still be tried by the clock, whose
-# medians of a few pairs spread by 3 %.
-_PREDICTION_ERROR, _CLOCK_ERROR = 1.05, 1.03
+# medians of a few pairs spread by 3 %: a step of 1.05 of what is allowed still passes.
+_PREDICTION_ERROR, _CLOCK_ERROR = 1.05, 1.05
 _UNKNOWN_LOSS = -1.0
 
 
@@ -55,25 +55,30 @@ class Limits:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model with its price.
+    """A proposal with its price, its plan and, as far as it came, its factors and its time.
 
     Attributes:
-        model: The dense model, or a twin of it with factors.
-        report: What became of each layer.
-        trace: Its step, recorded on fake tensors.
+        proposal: What it is.
+        trace: Its step, recorded on fake tensors, optimizer state included.
+        state_bytes: The optimizer's state.
         row: What is known of it; its ``outcome`` is empty as long as it may be the answer.
         plan: Its plan; None where none fits.
-        turns: Its step beside the dense one by the clock.
-        measured_peak_bytes: Its peak as counted in a run.
+        trial: Its factors; None for the dense model, and before they were computed.
+        measured_peak_bytes: Its peak as counted in a run; 0 before one.
     """
 
-    model: nn.Module
-    report: Report
+    proposal: Proposal
     trace: Trace
+    state_bytes: int
     row: Considered
     plan: Plan | None = None
-    turns: Turns | None = None
+    trial: Trial | None = None
     measured_peak_bytes: int = 0
+
+    @property
+    def may_be(self) -> bool:
+        """Whether nothing speaks against it so far."""
+        return not self.row.outcome
 
     def told(self, **changes: Any) -> Candidate:
         """The same with other entries in its row."""
@@ -85,8 +90,7 @@ class Search:
 
     Args:
         model: Dense, trained.
-        step: Runs the model on a batch; returns the loss.
-        batches: Training batches; the first is priced, all are judged.
+        forward: Gives the loss of a model on the batch that is priced.
         pricer: Prices candidates.
         proposer: Makes them.
         limits: What the answer must keep to.
@@ -99,19 +103,17 @@ class Search:
     def __init__(
         self,
         model: nn.Module,
-        step: Callable[[Any, Any], Tensor],
-        batches: Sequence[Any],
+        forward: Callable[[nn.Module], Tensor],
         pricer: Pricer,
         proposer: Proposer,
         limits: Limits,
         note: Callable[[], object] = lambda: None,
     ) -> None:
-        self._model, self._step, self._batches = model, step, batches
+        self._model, self._forward = model, forward
         self._pricer, self._proposer, self._limits, self._note = pricer, proposer, limits, note
-        self._reference = outputs_of(model, step, batches)
         self._limit_s = pricer.dense.seconds * limits.slowdown
         self._least: Candidate | None = None
-        self._seen: list[Any] = []
+        self._seen: list[object] = []
         self.considered: dict[tuple[float, str], Considered] = {}
 
     def run(self) -> Candidate:
@@ -120,10 +122,10 @@ class Search:
         Raises:
             InfeasibleBudgetError: When nothing keeps to the limits; it names the least peak and the loss at it.
         """
-        dense = self.look(Proposal(1.0, "dense", self._model, self._proposer.dense()))
+        dense = self.look(DENSE)
         for candidate in self._by_loss(dense) if self._limits.peak_bytes is not None else self._by_bytes(dense):
             timed = self.timed(candidate)
-            if not timed.row.outcome:
+            if timed.may_be:
                 return self._keep(timed.told(outcome="chosen"))
             self._keep(timed)
         raise self._infeasible()
@@ -135,12 +137,12 @@ class Search:
             ConfigError: When they do not fit the model.
             InfeasibleBudgetError: When they do not keep to the limits.
         """
-        found = self.look(Proposal(1.0, "dense", self._model, self._proposer.dense()))
+        found = self.look(DENSE)
         if choices.factorized:
-            found = self.look(self._proposer.given(choices))
-        found = found if found.row.outcome or not choices.factorized else self.judged(found)
-        found = found if found.row.outcome else self.timed(found)
-        if found.row.outcome:
+            found = self.look(Proposal(0.0, "given", choices))
+            found = self.judged(found, exact=True) if found.may_be else found
+        found = self.timed(found) if found.may_be else found
+        if not found.may_be:
             self._least = found
             raise self._infeasible()
         return self._keep(found.told(outcome="given"))
@@ -148,14 +150,13 @@ class Search:
     def look(self, proposal: Proposal) -> Candidate:
         """Price a proposal and plan its step; its outcome says where it breaks the limits."""
         self._note()
-        trace = self._pricer.trace(proposal.model, proposal.choices)
-        keep_bytes = Simulator(trace).peak_bytes
+        price = self._pricer.price(proposal.choices)
+        keep_bytes = Simulator(price.trace).peak_bytes
+        loss = _UNKNOWN_LOSS if proposal.choices.factorized else 0.0
         row = Considered(
-            proposal.share, proposal.resource, proposal.report.parameters_after, keep_bytes, keep_bytes, 0.0,
-            _UNKNOWN_LOSS if proposal.choices.factorized else 0.0, 0.0, "",
-        )  # fmt: skip
-        found = Candidate(proposal.model, proposal.report, trace, row)
-        return self._keep(self._planned(found))
+            proposal.share, proposal.resource, price.parameters, keep_bytes, keep_bytes, 0.0, loss, 0.0, ""
+        )
+        return self._keep(self._planned(Candidate(proposal, price.trace, price.state_bytes, row)))
 
     def _planned(self, found: Candidate) -> Candidate:
         budget = self._limits.peak_bytes
@@ -175,69 +176,92 @@ class Search:
         return found
 
     def _ladder(self, resource: str) -> Iterator[Candidate]:
-        """Candidates that fit as far as is known, by falling share."""
+        """Candidates that keep to the limits as far as is known, by falling share."""
+        above = 1.0
         for share in SHARES:
-            proposal = self._proposer.propose(share, resource)
-            if proposal is None:
+            found = self._at(share, resource)
+            if found is None:
                 return
-            if proposal.choices.factorized in self._seen:
-                continue
-            self._seen.append(proposal.choices.factorized)
-            found = self.look(proposal)
-            if not found.row.outcome:
-                found = self.judged(found)
-            if not found.row.outcome:
-                yield found
-            elif self._limits.loss is not None and found.row.loss > self._limits.loss:
-                return
+            if found.may_be:
+                between = self._at(round(math.sqrt(above * share), 3), resource)
+                for candidate in (between, found):
+                    judged = self.judged(candidate) if candidate is not None and candidate.may_be else None
+                    if judged is not None and judged.may_be:
+                        yield judged
+                    elif judged is not None and self._loses_too_much(judged):
+                        return
+            above = share
 
-    def judged(self, found: Candidate) -> Candidate:
-        """Measure what a candidate's ranks cost."""
-        loss = mean_kl(self._reference, outputs_of(found.model, self._step, self._batches))
-        found = found.told(loss=loss)
-        if self._limits.loss is not None and loss > self._limits.loss:
+    def _at(self, share: float, resource: str) -> Candidate | None:
+        """A candidate, looked at; None where nothing is that cheap. One that was seen before is not looked at again."""
+        proposal = self._proposer.propose(share, resource)
+        if proposal is None:
+            return None
+        if proposal.choices.factorized in self._seen:
+            row = Considered(share, resource, 0, 0, 0, 0.0, _UNKNOWN_LOSS, 0.0, "seen before")
+            return Candidate(proposal, self._pricer.dense, 0, row)
+        self._seen.append(proposal.choices.factorized)
+        return self.look(proposal)
+
+    def judged(self, found: Candidate, exact: bool = False) -> Candidate:
+        """Compute a candidate's factors and measure what its ranks cost.
+
+        Args:
+            found: Looked at.
+            exact: Whether its choices stand; otherwise the best ways to judge errors at its share may choose others.
+        """
+        trial = self._proposer.exact(found.proposal) if exact else self._proposer.best(found.proposal)
+        if trial.choices.factorized != found.proposal.choices.factorized:
+            other = self.look(replace(found.proposal, choices=trial.choices, start=trial.start))
+            if other.may_be:
+                found = other
+            else:
+                trial = self._proposer.exact(found.proposal)
+        found = replace(found, trial=trial).told(loss=trial.divergence)
+        if self._loses_too_much(found):
             found = found.told(outcome=f"its loss is over {self._limits.loss:g}")
         return self._keep(found)
 
+    def _loses_too_much(self, found: Candidate) -> bool:
+        return self._limits.loss is not None and found.row.loss > self._limits.loss
+
     def _by_loss(self, dense: Candidate) -> Iterator[Candidate]:
-        if not dense.row.outcome:
+        """By rising measured loss: the dense model, then of each ladder's next candidate the better one."""
+        if dense.may_be:
             yield dense
         ladders = [self._ladder(resource) for resource in RESOURCES]
-        heads = [next(ladder, None) for ladder in ladders]
-        while any(heads):
-            best = min((i for i, head in enumerate(heads) if head), key=lambda i: heads[i].row.loss)  # type: ignore[union-attr]
-            head = heads[best]
-            assert head is not None
-            yield head
-            heads[best] = next(ladders[best], None)
+        heads = [(head, ladder) for ladder in ladders if (head := next(ladder, None)) is not None]
+        while heads:
+            best, ladder = min(heads, key=lambda pair: pair[0].row.loss)
+            yield best
+            heads = [pair for pair in heads if pair[1] is not ladder]
+            heads += [(head, ladder) for head in (next(ladder, None),) if head is not None]
 
     def _by_bytes(self, dense: Candidate) -> Iterator[Candidate]:
-        found = [dense] if not dense.row.outcome else []
+        found = [dense] if dense.may_be else []
         found += [candidate for resource in RESOURCES for candidate in self._ladder(resource)]
         yield from sorted(found, key=lambda candidate: candidate.row.peak_bytes)
 
     def timed(self, found: Candidate) -> Candidate:
         """Run a candidate's step under its plan, count its peak and time it in turns with the dense step."""
-        assert found.plan is not None
         self._note()
-        step = self._real(found)
+        model = self._model if found.trial is None else self._proposer.standing(found.trial)
+        forward = partial(self._forward, model)
+        step = RealStep(model, forward, found.plan)
         if step.run():  # another step than the one on fake tensors: plan the real one
-            real = self._pricer.recorded(found.model).with_static(self._pricer.state_bytes(found.model))
+            real = self._pricer.recorded(model).with_static(found.state_bytes)
             found = self._planned(replace(found, trace=real))
-            if found.row.outcome or found.plan is None:
+            if not found.may_be:
                 return found
-            step = self._real(found)
+            step = RealStep(model, forward, found.plan)
         found = replace(found, measured_peak_bytes=step.peak_bytes() + found.trace.resident_bytes)
         if not self._pricer.dense_runs:
             return found
-        turns = in_turns(RealStep(self._model, partial(self._step, self._model, self._batches[0])), step)
-        found = replace(found, turns=turns).told(measured_slowdown=turns.ratio)
+        turns = in_turns(RealStep(self._model, partial(self._forward, self._model)), step)
+        found = found.told(measured_slowdown=turns.ratio)
         if turns.ratio > self._limits.slowdown * _CLOCK_ERROR:
             return found.told(outcome=f"too slow: {turns.ratio:.2f} dense steps by the clock")
         return found
-
-    def _real(self, found: Candidate) -> RealStep:
-        return RealStep(found.model, partial(self._step, found.model, self._batches[0]), found.plan)
 
     def _keep(self, found: Candidate) -> Candidate:
         """Note what is known of a candidate; the one of least peak is held for the error."""
@@ -251,7 +275,7 @@ class Search:
         assert self._least is not None
         row = self._least.row
         if row.loss == _UNKNOWN_LOSS:
-            row = self.judged(self._least).row
+            row = self._keep(self._least.told(loss=self._proposer.exact(self._least.proposal).divergence)).row
         fast = [r for r in self.considered.values() if self._limits.peak_bytes and r.seconds]
         wanted = format_bytes(self._limits.peak_bytes) if self._limits.peak_bytes else "the loss and the time allowed"
         hint = f"Raise memory_budget to {format_bytes(row.peak_bytes)}, or use a smaller batch."

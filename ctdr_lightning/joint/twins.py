@@ -14,9 +14,11 @@ from torch import nn
 from ctdr_lightning.decomposition.choose.choices import Choices
 from ctdr_lightning.decomposition.layers.factorized import factorized
 from ctdr_lightning.decomposition.layers.surgery import replace_everywhere, walk
-from ctdr_lightning.decomposition.shapes.layer_kinds import KINDS, kind_of
+from ctdr_lightning.decomposition.layers.tied import follow_owners
+from ctdr_lightning.decomposition.shapes.layer_kinds import KINDS, kind_of, weight_of
 
 M = TypeVar("M", bound=nn.Module)
+_STD = 0.02  # small enough that no activation overflows, large enough that none is a denormal number, which is slow
 
 
 def twin_of(model: M) -> M:
@@ -30,9 +32,9 @@ def twin_of(model: M) -> M:
 
 
 def structure_of(model: M, choices: Choices) -> M:
-    """A twin whose layers have the shapes that choices say; the factors are not computed.
+    """A twin whose layers have the shapes that choices say; the factors are noise.
 
-    It serves a fake recording, which looks at shapes alone.
+    It serves a recording, which looks at shapes alone.
 
     Args:
         model: Dense.
@@ -46,8 +48,11 @@ def structure_of(model: M, choices: Choices) -> M:
         if kind is not None:
             choice = wanted[name]
             assert choice.method is not None
-            swaps[layer] = factorized(layer, KINDS[kind].geometry(layer), choice.method, choice.ranks)
-    replace_everywhere(twin, swaps)
+            new = factorized(layer, KINDS[kind].geometry(layer), choice.method, choice.ranks)
+            for stage in new.stages:
+                nn.init.normal_(weight_of(stage), std=_STD)
+            swaps[layer] = new
+    replace_everywhere(twin, swaps | follow_owners(twin, swaps))
     return twin
 
 

@@ -39,6 +39,7 @@ class CallbackOptions:
     allocate: str | None
     data: str | None
     max_slowdown: float
+    max_loss: float | None
     retry_on_oom: bool
     keep_gradients: bool | None
     over_budget: str
@@ -52,6 +53,8 @@ class CallbackOptions:
         self._check_decomposition()
         self._check_allocation()
         real("max_slowdown", self.max_slowdown, above=0)
+        if self.max_loss is not None:
+            real("max_loss", self.max_loss, least=0)
         _known(POLICIES, "policy", self.policy)
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget, total_bytes=1 << 62)
@@ -67,7 +70,7 @@ class CallbackOptions:
             raise ConfigError(f"over_budget={self.over_budget!r} is not known.", f"Valid: {', '.join(OVER_BUDGET)}.")
 
     def _check_decomposition(self) -> None:
-        if self.rank is None:
+        if self.rank is None or self.fits_budget:
             return
         ranks = self.rank if isinstance(self.rank, Mapping) else {"": self.rank}
         for pattern, rank in ranks.items():
@@ -84,6 +87,10 @@ class CallbackOptions:
             raise ConfigError(f"data={self.data!r} is not known.", 'Write "train", or None to go by the weights alone.')
         if self.allocate not in ("auto", "loss", None):
             _known(RESOURCES, "allocate", self.allocate)
+        if self.fits_budget and self.data is None:
+            raise ConfigError('rank="auto" needs data.', 'Write data="train", or a share such as rank=0.5.')
+        if self.max_loss is not None and not self.fits_budget:
+            raise ConfigError(f"max_loss={self.max_loss} bounds the choice of ranks.", 'Write rank="auto" beside it.')
         if self.allocate == "loss" and self.data is None:
             raise ConfigError('allocate="loss" needs data.', 'Write data="train", or allocate="parameters".')
 
@@ -94,6 +101,11 @@ class CallbackOptions:
             ConfigError: When a name is not known.
         """
         return Places.read(self.offload, self.disk_folder, self.codecs)
+
+    @property
+    def fits_budget(self) -> bool:
+        """Whether ranks and plan are chosen together for the budget."""
+        return self.rank == "auto"
 
     def decomposition(self) -> dict[str, Any] | None:
         """Arguments for `decompose`; None where nothing is decomposed."""

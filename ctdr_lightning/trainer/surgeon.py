@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from ctdr_lightning.basics.errors import CheckpointError, ConfigError
+from ctdr_lightning.basics.errors import CheckpointError, ConfigError, CTDRError
 from ctdr_lightning.decomposition import Choices, Report, decompose
 from ctdr_lightning.decomposition.report import LayerReport
 from ctdr_lightning.recovery.decisions import split
@@ -16,7 +16,7 @@ from ctdr_lightning.recovery.duplicate import duplicate
 from ctdr_lightning.recovery.schedule import Recovery
 from ctdr_lightning.recovery.transaction import PutBack
 
-Outcome = tuple[tuple[str, str] | None, Choices | None, list[list[str]]]
+Outcome = tuple[CTDRError | None, Choices | None, list[list[str]]]
 
 _REMEDIES = {  # by rank rule: what makes it ask for less
     "error": "Raise the error",
@@ -67,6 +67,7 @@ class Surgeon:
 
         Raises:
             ConfigError: On every rank alike, when the arguments do not fit the model.
+            InfeasibleBudgetError: Likewise, when no ranks fit the budget.
         """
         if not self.cuts or self.choices is not None:
             return
@@ -74,7 +75,7 @@ class Surgeon:
         found: Any = self._decide_here(model, decomposer) if strategy.is_global_zero else None
         problem, self.choices, self.stages = strategy.broadcast(found)
         if problem is not None:
-            raise ConfigError(*problem)
+            raise problem
 
     def as_now(self) -> PutBack:
         """Remember what is decided; the result puts it back."""
@@ -122,11 +123,11 @@ class Surgeon:
                 report = decomposer.decompose(model, options, change=not staged)
             else:
                 report = decompose(duplicate(model) if staged else model, **options)
-        except ConfigError as error:
-            return (error.problem, error.hint), None, []
+        except CTDRError as error:
+            return error.with_traceback(None), None, []
         self.report = report
         if not report.factorized:
-            return None, None, []
+            return None, report.choices if options.get("rank") == "auto" else None, []
         order = sorted(report.factorized, key=_tolerance)
         return None, report.choices, split([row.name for row in order], self._recovery)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -73,13 +73,17 @@ class TrainingData:
         batches = [_as_the_weights(double, b) for b in drawn]
         if not batches:
             raise LookupError("an epoch has no batch")
-        step = partial(_step, trainer)
-        report = decompose(double, data=[(number, batch) for number, batch in enumerate(batches)], step=step, **options)
+        report = self._decomposed(double, list(enumerate(batches)), partial(_step, trainer), options)
         if change:
             state = double.state_dict()
             match_structure(module, state)
             module.load_state_dict(state)
         return report
+
+    def _decomposed(
+        self, double: LightningModule, batches: Sequence[Any], step: Callable[[Any, Any], Any], options: Any
+    ) -> Report:
+        return decompose(double, data=batches, step=step, **options)
 
 
 def _run_uncompiled(double: LightningModule) -> None:

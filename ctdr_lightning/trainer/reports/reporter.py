@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from ctdr_lightning.decomposition import Choices, Report
 from ctdr_lightning.decomposition.report import report_of
+from ctdr_lightning.joint.budget_fit import BudgetFit
 from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.reports.loggers import publish_figure, publish_text
 from ctdr_lightning.trainer.reports.monitor import Monitor, utilisation
@@ -32,6 +33,9 @@ class Reporter:
         memory: Knows plans and peaks.
         engine: Has measured steps.
         monitor: Has counted them.
+
+    Attributes:
+        fit: What ``rank="auto"`` chose; None elsewhere.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class Reporter:
         self._verbose = verbose
         self._surgeon, self._memory, self._engine, self._monitor = surgeon, memory, engine, monitor
         self._said_cut = self._resumed = False
+        self.fit: BudgetFit | None = None
 
     def resumed(self, wished: Choices | None, options: Any, own: CallbackOptions) -> None:
         """A checkpoint was read: its layers are trained, whatever this run's arguments ask.
@@ -69,7 +74,7 @@ class Reporter:
         """Print the decomposition, once."""
         report = self._report(module) if self._verbose and not self._said_cut else None
         if report is not None:
-            rank_zero_info(f"CTDR:\n{report}")
+            rank_zero_info(f"CTDR:\n{self.fit if self.fit is not None and not self._resumed else report}")
             self._said_cut = True
 
     def facts(self, trainer: Any, module: LightningModule) -> dict[str, float]:
@@ -78,7 +83,7 @@ class Reporter:
         report = self._report(module)
         before = float(self._surgeon.parameters_before or after)
         if report is not None and trainer.is_global_zero:
-            publish_text(trainer.loggers, "ctdr/decomposition", str(report), trainer.global_step)
+            publish_text(trainer.loggers, "ctdr/decomposition", str(self.fit or report), trainer.global_step)
         return {
             "ctdr/parameters_before": before,
             "ctdr/parameters_after": after,

@@ -1,0 +1,114 @@
+"""``rank="auto"`` before training: ranks for a memory budget, on a silent copy, from batches drawn as fit does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ctdr_lightning.basics.errors import ConfigError, CTDRError
+from ctdr_lightning.decomposition import Choices, Report, decompose
+from ctdr_lightning.decomposition.report import LayerReport
+from ctdr_lightning.joint.budget_fit import BudgetFit, LayerCost
+from ctdr_lightning.joint.for_budget import fit_to_budget
+from ctdr_lightning.recovery.duplicate import duplicate
+from ctdr_lightning.trainer.accuracy.choosing import TrainingData
+from ctdr_lightning.trainer.options import CallbackOptions
+from ctdr_lightning.trainer.randomness import isolated
+from ctdr_lightning.trainer.training_step.retry import loss_of
+
+_HINT = "Write a share such as rank=0.5, which needs no training step; or call fit_to_budget on the network itself."
+
+
+class BudgetChoice(TrainingData):
+    """Decomposes a module to what a memory budget asks for.
+
+    Args:
+        trainer: In ``setup`` of a fit. All ranks make this object.
+        options: The callback's.
+        resumed: The choices of the checkpoint that the run goes on from; None for a fresh run.
+
+    Attributes:
+        fit: What was chosen; None before, on other ranks, and in a resumed run.
+    """
+
+    def __init__(self, trainer: Any, options: CallbackOptions, resumed: Choices | None = None) -> None:
+        super().__init__(trainer)
+        self._asked, self._resumed = options, resumed
+        self.fit: BudgetFit | None = None
+
+    def decompose(self, module: LightningModule, options: Mapping[str, Any], change: bool) -> Report:
+        """Choose, and decompose a module in place where ``change``.
+
+        Raises:
+            ConfigError: When there are no training batches, or no step can be run on a copy.
+            InfeasibleBudgetError: When nothing fits.
+        """
+        if self._resumed is not None:
+            return decompose(module if change else duplicate(module), choices=self._resumed, progress=False)
+        if self._problem:
+            raise ConfigError(f'rank="auto" needs training data, but {self._problem}.', _HINT)
+        if not module.automatic_optimization:
+            raise ConfigError('rank="auto" needs automatic optimization: a manual step cannot be run alone.', _HINT)
+        try:
+            with isolated():
+                return self._on_a_copy(module, options, change)
+        except CTDRError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f'rank="auto": a training step cannot be run on a copy ({type(error).__name__}: {error}).', _HINT
+            ) from error
+
+    def _decomposed(
+        self, double: LightningModule, batches: Sequence[Any], step: Callable[[Any, Any], Any], options: Any
+    ) -> Report:
+        asked = self._asked
+        n_before = sum(parameter.numel() for parameter in double.parameters())
+        self.fit = fit_to_budget(
+            double, partial(_loss, self._trainer, step), batches, asked.memory_budget,
+            max_slowdown=asked.max_slowdown, max_loss=asked.max_loss, method=asked.method, select=asked.select,
+            optimizer=_optimizer(double), progress=asked.verbose,
+        )  # fmt: skip
+        n_after = sum(parameter.numel() for parameter in double.parameters())
+        return Report(tuple(_row(cost) for cost in self.fit.layers), n_before, n_after)
+
+
+def _loss(trainer: Any, step: Callable[[Any, Any], Any], module: LightningModule, batch: Any) -> Tensor:
+    module.trainer = trainer  # copies of a LightningModule leave their trainer behind
+    loss = loss_of(step(module, batch))
+    if loss is None:
+        raise ConfigError("training_step returned no loss on the first batches.", _HINT)
+    return loss
+
+
+def _optimizer(double: LightningModule) -> Optimizer | str:
+    """The optimizer whose state will stand in memory; Adam where it cannot be made yet."""
+    try:
+        made: Any = double.configure_optimizers()
+    except Exception:  # the user's code may ask for anything that comes after setup
+        return "adam"
+    while isinstance(made, list | tuple | dict) and made:
+        made = made["optimizer"] if isinstance(made, dict) else made[0]
+    return made if isinstance(made, Optimizer) else "adam"
+
+
+def _row(cost: LayerCost) -> LayerReport:
+    return LayerReport(
+        name=cost.name,
+        kind=cost.kind,
+        method=cost.method or None,
+        ranks=cost.ranks,
+        parameters_before=cost.parameters_before,
+        parameters_after=cost.parameters_after,
+        flops_before=0,
+        flops_after=0,
+        relative_error=cost.error,
+        net_bytes=None,
+        decision="factorized" if cost.method else "dense",
+        reason=cost.reason,
+    )
