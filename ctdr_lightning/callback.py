@@ -331,9 +331,10 @@ class CTDRCallback(Callback):
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Roll back a last stage that did not recover."""
+        """Roll back a last stage that did not recover; say what became of the run."""
         if self.coach is not None:
             self.coach.fit_end(pl_module)
+        self.reporter.close(trainer, pl_module, self.coach)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

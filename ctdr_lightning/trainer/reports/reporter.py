@@ -10,13 +10,16 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from ctdr_lightning.basics.units import GIB
 from ctdr_lightning.decomposition import Choices, Report
 from ctdr_lightning.decomposition.report import report_of
 from ctdr_lightning.joint.budget_fit import BudgetFit
+from ctdr_lightning.trainer.accuracy.coach import Coach
 from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.reports.loggers import publish_figure, publish_text
 from ctdr_lightning.trainer.reports.monitor import Monitor, utilisation
 from ctdr_lightning.trainer.reports.out_of_memory import write_account
+from ctdr_lightning.trainer.reports.summary import RunFacts, closing_summary
 from ctdr_lightning.trainer.surgeon import Surgeon
 from ctdr_lightning.trainer.training_step.memory_stage import MemoryStage
 from ctdr_lightning.trainer.training_step.step_runner import StepRunner
@@ -45,6 +48,7 @@ class Reporter:
         self._surgeon, self._memory, self._engine, self._monitor = surgeon, memory, engine, monitor
         self._said_cut = self._resumed = False
         self.fit: BudgetFit | None = None
+        self._measured: dict[str, float] = {}
 
     def resumed(self, wished: Choices | None, options: Any, own: CallbackOptions) -> None:
         """A checkpoint was read: its layers are trained, whatever this run's arguments ask.
@@ -96,6 +100,7 @@ class Reporter:
         values |= utilisation(trainer, self._engine.step_flops, values.get("ctdr/step_time_s", 0.0))
         values |= self._memory.peaks(trainer, self._engine.measured)
         values |= self._memory.predicted()
+        self._measured |= {name: float(value) for name, value in values.items()}
         events = self._memory.new_events()
         if events and trainer.is_global_zero:
             self._publish_plan(trainer, events)
@@ -109,6 +114,33 @@ class Reporter:
         picture = self._memory.picture()
         if picture is not None:
             publish_figure(trainer.loggers, "ctdr/memory", picture, trainer.global_step)
+
+    def close(self, trainer: Any, module: LightningModule, coach: Coach | None) -> None:
+        """Say what became of the run: printed, and given to the loggers.
+
+        Args:
+            trainer: At the end of a fit.
+            module: The model as it is.
+            coach: Knows where recovery stands; None without recovery.
+        """
+        if not trainer.is_global_zero or not self._surgeon.cuts:
+            return
+        after = sum(parameter.numel() for parameter in module.parameters())
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if "ctdr/" not in name}
+        facts = RunFacts(
+            parameters_before=self._surgeon.parameters_before or after,
+            parameters_after=after,
+            monitor=(coach.recovery.monitor or "") if coach is not None else "",
+            progress=coach.progress if coach is not None else None,
+            metrics=metrics,
+            predicted_peak_bytes=round(self._memory.predicted().get("ctdr/predicted_peak_gib", 0.0) * GIB),
+            measured=self._measured,
+            fit=self.fit,
+        )
+        text = closing_summary(facts)
+        if self._verbose:
+            rank_zero_info(f"CTDR:\n{text}")
+        publish_text(trainer.loggers, "ctdr/summary", text, trainer.global_step)
 
     def account(self, trainer: Any, module: LightningModule, error: BaseException) -> None:
         """Write down who held what when a step ran out of memory."""

@@ -1,0 +1,42 @@
+"""The closing account says what is known, and nothing else."""
+
+import logging
+
+import pytest
+from lightning.pytorch.loggers import CSVLogger
+
+from ctdr_lightning import CTDRCallback, Recovery
+from ctdr_lightning.basics.units import GIB
+from ctdr_lightning.recovery import Phase
+from ctdr_lightning.recovery.decisions import Progress
+from ctdr_lightning.trainer.reports.summary import RunFacts, closing_summary
+from tests import parts
+
+
+def test_what_is_not_known_is_left_out():
+    assert closing_summary(RunFacts(100, 50)) == "Parameters: 100 -> 50, 2.00 times fewer."
+
+
+def test_every_number_has_its_place():
+    progress = Progress(reference=0.9, raw=0.4, batchnorm=0.8, metric=0.89)
+    measured = {"ctdr/peak_memory_gib": 0.5, "ctdr/step_time_s": 0.02, "ctdr/samples_per_s": 3200.0}
+    text = closing_summary(RunFacts(100, 50, "val_acc", progress, {}, GIB, measured))
+    assert "val_acc: dense 0.9000, raw 0.4000, after re-estimation 0.8000, now 0.8900." in text
+    assert "Peak of a step: 1.00 GiB predicted, 512.0 MiB measured." in text
+    assert "Time of a batch: 20.0 ms, 3,200 samples/s." in text
+
+
+def test_without_recovery_the_last_metrics_are_told():
+    assert "Last metrics: val_acc 0.5000." in closing_summary(RunFacts(2, 1, metrics={"val_acc": 0.5}))
+
+
+@pytest.mark.parametrize("verbose", [True, False])
+def test_a_run_ends_with_it_on_screen_where_verbose_and_in_the_loggers_always(tmp_path, caplog, verbose):
+    recovery = Recovery(phases=[Phase(epochs=1)], monitor="val_acc", reference="measure")
+    callback = CTDRCallback(rank=0.5, recovery=recovery, verbose=verbose)
+    with caplog.at_level(logging.INFO):
+        parts.fit(parts.blobs(), callback, max_epochs=1, logger=CSVLogger(tmp_path))
+    written = (tmp_path / "lightning_logs" / "version_0" / "ctdr" / "summary.txt").read_text()
+    for word in ("Parameters:", "val_acc: dense", "now", "Peak of a step", "Time of a batch"):
+        assert word in written
+    assert (written.splitlines()[0] in caplog.text) is verbose
