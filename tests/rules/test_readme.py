@@ -26,12 +26,12 @@ def _run(block, **names):
     return names
 
 
-def test_the_trainer_example_is_short_decomposes_and_learns():
+def test_the_trainer_example_is_short_chooses_and_learns():
     assert len([line for line in TRAINER.splitlines() if line.strip()]) <= 8
     model = Classifier(cnn([32, 32, 32], [1, 2, 1]), 10, partial(torch.optim.AdamW, lr=0.01))
-    trainer = _run(TRAINER, model=model, data=DigitsData(16, 8))["trainer"]
-    assert isinstance(model.net.stage1.conv, FactorizedLayer)
-    assert not isinstance(model.net.head, FactorizedLayer)
+    names = _run(TRAINER, model=model, data=DigitsData(16, 8))
+    assert names["ctdr"].fit.is_dense  # its eight GiB are enough for all of this small network
+    trainer = names["trainer"]
     assert trainer.callback_metrics["val/acc"] > 0.7
 
 

@@ -19,7 +19,6 @@ from ctdr_lightning.recovery.duplicate import duplicate
 from ctdr_lightning.trainer.accuracy.choosing import TrainingData
 from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.randomness import isolated
-from ctdr_lightning.trainer.training_step.retry import loss_of
 
 _HINT = "Write a share such as rank=0.5, which needs no training step; or call fit_to_budget on the network itself."
 
@@ -80,8 +79,9 @@ class BudgetChoice(TrainingData):
 
 def _loss(trainer: Any, step: Callable[[Any, Any], Any], module: LightningModule, batch: Any) -> Tensor:
     module.trainer = trainer  # copies of a LightningModule leave their trainer behind
-    loss = loss_of(step(module, batch))
-    if loss is None:
+    output = step(module, batch)
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
         raise ConfigError("training_step returned no loss on the first batches.", _HINT)
     return loss
 
