@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from functools import partial
+from inspect import signature
 from itertools import count, islice
 from time import perf_counter
 from typing import Any
@@ -130,7 +131,8 @@ def states_per_weight(optimizer: str | Optimizer) -> float:
         side = 64
         dummy = nn.Parameter(torch.zeros(side, side))
         dummy.grad = torch.zeros(side, side)
-        trial = type(optimizer)([dummy], **{k: v for k, v in optimizer.defaults.items() if k != "differentiable"})
+        taken = signature(type(optimizer)).parameters  # AdamW's defaults hold an argument that only Adam takes
+        trial = type(optimizer)([dummy], **{k: v for k, v in optimizer.defaults.items() if k in taken})
         trial.step()
         state = {dummy: trial.state[dummy]}
     kept = sum(t.numel() for entries in state.values() for t in entries.values() if isinstance(t, Tensor) and t.ndim)

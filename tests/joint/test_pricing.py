@@ -41,7 +41,7 @@ def test_a_step_that_needs_data_is_recorded_for_real():
     assert Simulator(pricer.trace(twin, report.choices)).peak_bytes > 0
 
 
-@pytest.mark.parametrize(("kind", "states"), [("Adam", 2), ("SGD", 0), ("RMSprop", 1), ("Adagrad", 1)])
+@pytest.mark.parametrize(("kind", "states"), [("Adam", 2), ("AdamW", 2), ("SGD", 0), ("RMSprop", 1), ("Adagrad", 1)])
 def test_what_an_optimizer_keeps_is_found_out(kind, states):
     weight = torch.nn.Parameter(torch.zeros(5, 5))
     optimizer = getattr(torch.optim, kind)([weight], lr=0.1)
