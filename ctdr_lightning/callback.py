@@ -48,8 +48,7 @@ class CTDRCallback(Callback):
     Args:
         rank: Share of parameters that all layers together keep (float), a rank (int), ``"vbmf"``, ``"error=0.05"``,
             ``"energy=0.99"``, or a mapping from layer pattern to any of these, where a float is each layer's own share;
-            ``"auto"`` chooses ranks and memory plan together for ``memory_budget`` and ``max_slowdown``; None
-            decomposes nothing.
+            ``"auto"`` chooses ranks and plan together for ``memory_budget``; None decomposes nothing.
         method: Decomposition method, or ``"auto"``: for each layer the one of least error at equal parameters.
         select: Patterns of the layers to take (``"features.*"``); ``!`` leaves out; None takes all.
         memory_budget: Bytes a step may take: ``"8GiB"``, a number, or a fraction of the device's memory.
@@ -64,8 +63,7 @@ class CTDRCallback(Callback):
         data: ``"train"``: a few training batches tell how much the loss minds each layer's error, and the factors are
             refitted on them. They move no random state. None goes by the weights alone.
         max_slowdown: Without a budget, and with ``rank="auto"``: how long a step may take, in steps of the dense model.
-        max_loss: With ``rank="auto"``: how far the outputs may be from the dense model's, as mean KL in nats. Without a
-            budget the least peak within it is sought, and its default is 0.005.
+        max_loss: With ``rank="auto"``: largest mean KL to the dense outputs; without a budget 0.005 nats.
         retry_on_oom: Run a step that ran out of memory again, under a tighter plan and as if it had never failed; where
             that cannot be, the error says why.
         keep_gradients: Whether the gradients of one step may be read in the next one's forward. True keeps them and
@@ -199,10 +197,9 @@ class CTDRCallback(Callback):
         """What decomposes by the training data, on every rank alike; None where that is not asked for."""
         if self.options.data != "train" or self.surgeon.choices is not None:
             return None
-        if self.options.fits_budget and self.options.choices is None:
-            self._choice = BudgetChoice(trainer, self.options)
-            return self._choice
-        return TrainingData(trainer)
+        automatic = self.options.fits_budget and self.options.choices is None
+        self._choice = BudgetChoice(trainer, self.options) if automatic else None
+        return self._choice or TrainingData(trainer)
 
     def _cut(self, trainer: Trainer, pl_module: LightningModule) -> None:
         coaching = [self.coach.as_now()] if self.coach is not None else []
