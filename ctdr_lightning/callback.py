@@ -107,7 +107,7 @@ class CTDRCallback(Callback):
         verbose: bool = True,
         offload: str | list[str] | None = None,
         disk_folder: str | Path | None = None,
-        codecs: str | list[str] | None = "exact",
+        codecs: str | list[str] | None = None,
     ) -> None:
         super().__init__()
         self.options = CallbackOptions(

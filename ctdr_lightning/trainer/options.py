@@ -47,7 +47,7 @@ class CallbackOptions:
     verbose: bool
     offload: Any = None
     disk_folder: Any = None
-    codecs: Any = "exact"
+    codecs: Any = None
 
     def __post_init__(self) -> None:
         self._check_decomposition()
