@@ -54,8 +54,10 @@ class Fastest:
         return self._search.frontier.at(self._limit)
 
     def within(self, gap: float) -> bool:
-        """Whether a plan is known that is at most so much slower than the bound, as a share."""
-        return self.found is not None and self.found.seconds <= self.bound_s * (1 + gap)
+        """Whether a plan is known that is at most so much slower than the bound, as a share; not where none can fit."""
+        if self.found is None or self.bound_s == float("inf"):
+            return False
+        return self.found.seconds <= self.bound_s * (1 + gap)
 
     def run(self, rivals: Iterable[Actions] = ()) -> Point:
         """Search; returns the best plan that fits, else the one with the least peak.
