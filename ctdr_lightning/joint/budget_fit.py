@@ -76,8 +76,26 @@ class LayerCost:
     reason: str
 
 
-@dataclass(frozen=True)
-class BudgetFit:
+@dataclass(frozen=True, kw_only=True)
+class _Numbers:
+    """The fields of a budget fit that are read from JSON as they stand."""
+
+    loss: float
+    budget_bytes: int
+    max_slowdown: float
+    dense_peak_bytes: int
+    keep_peak_bytes: int
+    dense_s: float
+    seconds: float
+    measured_slowdown: float
+    measured_peak_bytes: int
+    parameters_before: int
+    parameters_after: int
+    search_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetFit(_Numbers):
     """Ranks and memory plan for one budget, with their predicted and measured costs. Plain data.
 
     Attributes:
@@ -101,20 +119,8 @@ class BudgetFit:
 
     choices: Choices
     plan: Plan
-    loss: float
-    budget_bytes: int
-    max_slowdown: float
-    dense_peak_bytes: int
-    keep_peak_bytes: int
-    dense_s: float
-    seconds: float
-    measured_slowdown: float
-    measured_peak_bytes: int
-    parameters_before: int
-    parameters_after: int
     layers: tuple[LayerCost, ...] = ()
     considered: tuple[Considered, ...] = ()
-    search_s: float = 0.0
 
     @property
     def peak_bytes(self) -> int:
@@ -182,24 +188,6 @@ class BudgetFit:
             )
         except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
             raise CheckpointError(f"This budget fit is damaged: {error!r}.", "Choose again.") from error
-
-
-@dataclass(frozen=True)
-class _Numbers:
-    """The fields that are read from JSON as they stand."""
-
-    loss: float
-    budget_bytes: int
-    max_slowdown: float
-    dense_peak_bytes: int
-    keep_peak_bytes: int
-    dense_s: float
-    seconds: float
-    measured_slowdown: float
-    measured_peak_bytes: int
-    parameters_before: int
-    parameters_after: int
-    search_s: float = 0.0
 
 
 def _layer_table(fit: BudgetFit) -> str:
