@@ -98,8 +98,8 @@ def decompose(
     Example:
         >>> from torch import nn
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-        >>> decompose(model, rank=0.5).layers[0].ranks
-        (16,)
+        >>> decompose(model, rank=8, select="0").layers[0].ranks
+        (8,)
     """
     SOLVERS[solver]
     n_before = _n_parameters(model)

@@ -1,17 +1,38 @@
 import time
 
+import pytest
 import torch
 
 from ctdr_lightning.memory.tape.clock import CpuClock, ModelClock
 
 
-def test_wall_time():
+@pytest.fixture
+def two_threads():
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+def slept(a, b=0):
+    time.sleep(0.02)
+    return a + b
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_wall_time_where_torch_computes_on_several_threads():
     clock = CpuClock()
-    out, seconds, temp_bytes = clock.run(lambda a, b=0: time.sleep(0.02) or a + b, (1,), {"b": 2})
+    out, seconds, temp_bytes = clock.run(slept, (1,), {"b": 2})
     assert out == 3
     assert seconds >= 0.02
     assert temp_bytes == 0
     assert clock.seconds(seconds) == seconds
+
+
+def test_the_threads_own_time_where_torch_computes_on_one():
+    assert CpuClock().run(slept, (1,), {})[1] < 0.02  # waiting takes none
+    start = time.thread_time()
+    seconds = CpuClock().run(lambda: sum(range(300_000)), (), {})[1]
+    assert 0 < seconds <= time.thread_time() - start
 
 
 def test_modelled_time():

@@ -12,7 +12,7 @@ from tests.parts import blobs, fit
     "options",
     [
         {"policy": "vdnn_all", "offload": "disk"},
-        {"policy": "gist"},
+        {"policy": "gist", "codecs": "exact"},
     ],
 )
 def test_weights_and_losses_are_those_of_the_plain_fit(tmp_path, options):
