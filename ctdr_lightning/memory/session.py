@@ -137,6 +137,11 @@ class Session:
         """The plan of the present kind of step."""
         return self._current.plan if self._current is not None else None
 
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans of all kinds of steps that are remembered."""
+        return tuple(kind.plan for kind in self._kinds.values() if kind.plan is not None)
+
     def begin(self, signature: Hashable, *, meter: bool = False, beside_bytes: int = 0) -> None:
         """Before the forward: install the recorder or the tape.
 

@@ -10,7 +10,6 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from ctdr_lightning.basics.units import GIB
 from ctdr_lightning.decomposition import Choices, Report
 from ctdr_lightning.decomposition.report import report_of
 from ctdr_lightning.joint.budget_fit import BudgetFit
@@ -133,7 +132,7 @@ class Reporter:
             monitor=(coach.recovery.monitor or "") if coach is not None else "",
             progress=coach.progress if coach is not None else None,
             metrics=metrics,
-            predicted_peak_bytes=round(self._memory.predicted().get("ctdr/predicted_peak_gib", 0.0) * GIB),
+            predicted_peak_bytes=self._memory.largest_predicted_bytes(),
             measured=self._measured,
             fit=self.fit,
         )

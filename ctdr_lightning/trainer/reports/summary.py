@@ -22,7 +22,7 @@ class RunFacts:
         monitor: Name of the metric that recovery goes by; empty without recovery.
         progress: Where recovery stands; None without recovery.
         metrics: The last validation's metrics by name.
-        predicted_peak_bytes: Peak that the last memory plan predicts; 0 where nothing is planned.
+        predicted_peak_bytes: Largest peak that the memory plans predict; 0 where nothing is planned.
         measured: The last log interval's numbers, by their names in the loggers.
         fit: What ``rank="auto"`` chose; None elsewhere.
     """

@@ -267,6 +267,11 @@ class MemoryStage:
         }
         return found | self._transfers(shown) if self._places.offload else found
 
+    def largest_predicted_bytes(self) -> int:
+        """The largest peak that the plans of the run's kinds of steps predict; 0 where nothing is planned."""
+        plans = self.session.plans if self.session is not None else ()
+        return max((self._rest_peak_bytes, *(plan.peak_bytes for plan in plans))) if plans else 0
+
     @staticmethod
     def _transfers(shown: Plan | None) -> dict[str, float]:
         """What the last plan predicts of transfers: bytes that leave the device in a step, and the waits for them."""
