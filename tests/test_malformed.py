@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from ctdr_lightning import CTDRCallback, Recovery, decompose, restore
 from ctdr_lightning.basics import files
-from ctdr_lightning.basics.errors import CTDRError
+from ctdr_lightning.basics.errors import CheckpointError, CTDRError
 from ctdr_lightning.recovery import Phase
 from ctdr_lightning.trainer.checkpoints import CompleteFileIO
 from tests import parts
@@ -52,6 +52,14 @@ def checkpoint(tmp_path_factory):
     callback = CTDRCallback(rank=0.5, recovery=recovery, policy="keep", verbose=False)
     parts.fit(parts.blobs(), callback, ModelCheckpoint(folder, filename="good"), enable_checkpointing=True)
     return folder / "good.ckpt"
+
+
+@pytest.fixture(scope="module")
+def content(checkpoint):
+    """What that checkpoint holds, less the random state and what only the optimizers read."""
+    found = torch.load(checkpoint, weights_only=True)
+    del found["optimizer_states"], found["callbacks"]["CTDRCallback"]["random"]
+    return found
 
 
 @MANY
@@ -136,26 +144,33 @@ def test_any_change_to_a_plan(data):
 
 @MANY
 @given(data=st.data())
-def test_any_change_to_the_state_in_a_checkpoint(checkpoint, tmp_path_factory, data):
-    good = torch.load(checkpoint, weights_only=True)
-    state = good["callbacks"]["CTDRCallback"]
-    good["callbacks"]["CTDRCallback"] = mutate(data.draw, {k: v for k, v in state.items() if k != "random"})
+def test_any_change_to_the_state_in_a_checkpoint(content, tmp_path_factory, data):
+    changed = {**content, "callbacks": {"CTDRCallback": mutate(data.draw, content["callbacks"]["CTDRCallback"])}}
     path = tmp_path_factory.mktemp("changed") / "changed.ckpt"
-    torch.save(good, path)
+    torch.save(changed, path)
     ends_well(lambda: CTDRCallback.from_checkpoint(path))
     ends_well(lambda: restore(parts.Blobs(), path))
-    module = restore(parts.Blobs(), good["state_dict"])
+    ends_well(lambda: resume(changed))
+
+
+def resume(changed):
+    """Take up a checkpoint as Lightning does: the module as saved, then the callback's two hooks."""
+    module = restore(parts.Blobs(), changed["state_dict"])
     trainer = SimpleNamespace(state=SimpleNamespace(fn="fit"), global_rank=0, world_size=1)
-
-    def resume():
-        callback = CTDRCallback(rank=0.5, recovery=Recovery(distill={"module": "net"}), policy="keep", verbose=False)
-        callback.coach.prepare(parts.Blobs())
-        callback.on_load_checkpoint(trainer, module, torch.load(path, weights_only=True))
-        callback.load_state_dict(good["callbacks"]["CTDRCallback"])
-
+    callback = CTDRCallback(rank=0.5, recovery=Recovery(distill={"module": "net"}), policy="keep", verbose=False)
+    callback.coach.prepare(parts.Blobs())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # there is no random state in this file, which is said
-        ends_well(resume)
+        callback.on_load_checkpoint(trainer, module, copy.deepcopy(changed))
+        callback.load_state_dict(changed["callbacks"]["CTDRCallback"])
+
+
+@pytest.mark.parametrize("part", ["choices", "stages"])
+def test_a_part_of_the_decomposition_that_is_gone_is_damage(content, part):
+    changed = copy.deepcopy(content)
+    del changed["callbacks"]["CTDRCallback"]["surgery"][part]
+    with pytest.raises(CheckpointError, match="choices are damaged"):
+        resume(changed)
 
 
 @MANY

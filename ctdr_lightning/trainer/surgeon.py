@@ -177,7 +177,7 @@ def _read_state(state: Any) -> tuple[Choices | None, list[list[str]]]:
     stages = state.get("stages") if isinstance(state, Mapping) else None
     good = isinstance(stages, list) and all(isinstance(s, list) and all(isinstance(n, str) for n in s) for s in stages)
     problem = "The checkpoint's decomposition choices are damaged."
-    if not good:
+    if not good or "choices" not in state:  # undecided choices are saved as None; an entry that is gone is damage
         raise CheckpointError(problem, "Use an earlier one, or restore(model, path).")
     try:
         return None if choices is None else Choices.from_dict(choices), stages or []

@@ -22,12 +22,13 @@ def test_bytes_are_those_of_a_real_recording(share):
     net, batch, pricer = priced()
     twin = twin_of(net)
     report = decompose(twin, rank=share, progress=False)
-    found = pricer.trace(twin, report.choices)
+    found = pricer.price(report.choices)
     twin.zero_grad()
-    real = record(lambda: parts.step(twin, batch)).with_static(pricer.state_bytes(twin))
-    assert [op.name for op in found.ops] == [op.name for op in real.ops]
-    assert Simulator(found).peak_bytes == Simulator(real).peak_bytes
-    assert pricer.state_bytes(twin) == 2 * sum(4 * p.numel() for p in twin.parameters())
+    real = record(lambda: parts.step(twin, batch)).with_static(found.state_bytes)
+    assert [op.name for op in found.trace.ops] == [op.name for op in real.ops]
+    assert Simulator(found.trace).peak_bytes == Simulator(real).peak_bytes
+    assert found.parameters == sum(p.numel() for p in twin.parameters())
+    assert found.state_bytes == 2 * 4 * found.parameters
 
 
 def test_a_step_that_needs_data_is_recorded_for_real():
@@ -38,7 +39,7 @@ def test_a_step_that_needs_data_is_recorded_for_real():
     net, _, pricer = priced(step)
     twin = twin_of(net)
     report = decompose(twin, rank=0.5, progress=False)
-    assert Simulator(pricer.trace(twin, report.choices)).peak_bytes > 0
+    assert Simulator(pricer.price(report.choices).trace).peak_bytes > 0
 
 
 @pytest.mark.parametrize(("kind", "states"), [("Adam", 2), ("AdamW", 2), ("SGD", 0), ("RMSprop", 1), ("Adagrad", 1)])

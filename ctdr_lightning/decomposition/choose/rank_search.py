@@ -24,6 +24,9 @@ from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer
 from ctdr_lightning.decomposition.methods import METHODS, Candidate, KeepDenseError
 
 _ELSEWHERE = "the budget is spent better elsewhere"
+_NONE_SMALLER = "no factorization of it is smaller"
+_OR_RECOMPUTE = ", or let activations inside layers be recomputed: recompute=True."
+_NONE_SAVES = "no factorization of it saves memory at its input size"
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,8 @@ class RankSearch:
     def _spent(self, share: float, resource: str, start: Start) -> dict[str, LayerChoice]:
         options = self._options(resource, start)
         if all(len(own.candidates) == 1 for own in options.values()):
-            return {name: LayerChoice(reason="no factorization of it is smaller") for name in options}
+            tables = self._candidates(start.covariance)
+            return {name: LayerChoice(reason=_NONE_SAVES if tables[name] else _NONE_SMALLER) for name in options}
         full, spent = self._spent_already(resource)
         budget = share * (full + sum(float(o.cost[0]) for o in options.values())) - spent
         layers = {layer.name: layer for layer in self._open}
@@ -108,7 +112,7 @@ class RankSearch:
                     return {name: LayerChoice(reason="an earlier call spent the share") for name in options}
                 raise ConfigError(
                     f"rank={share} of all {resource} cannot be met: {reason}.{_held(options)}",
-                    "Raise rank, or let activations inside layers be recomputed: recompute=True.",
+                    "Raise rank" + ("." if self._request.costs.recompute else _OR_RECOMPUTE),
                 ) from None
             slow = self._slow(layers, picked)
             if not slow:

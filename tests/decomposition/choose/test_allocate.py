@@ -106,10 +106,29 @@ def test_no_layer_is_cut_to_nothing():
     assert max(row.relative_error for row in rows) < 0.97
 
 
+LARGE = torch.zeros(64, 24, 40, 40)  # at this batch a factor's activations outweigh what it saves
+
+
 def test_impossible_when_layers_do_not_pay():
-    with pytest.raises(ConfigError, match="cannot be met") as caught:
-        decompose(net(), rank=0.1, allocate="flops", example_input=torch.randn(4, 24, 40, 40), measure=False)
+    """The linear layer alone pays, and has too few operations for the share."""
+    with pytest.raises(ConfigError, match="2 layers stay dense, '0' among them") as caught:
+        decompose(net(), rank=0.1, allocate="flops", example_input=LARGE, measure=False)
     assert "recompute=True" in caught.value.hint
+    assert decompose(net(), rank=0.1, allocate="flops", example_input=LARGE, measure=False, recompute=True).factorized
+
+
+def test_a_share_below_the_least_ranks_is_not_blamed_on_activations():
+    with pytest.raises(ConfigError, match="cannot be met") as caught:
+        decompose(net(), rank=0.001, allocate="flops", example_input=LARGE, measure=False, recompute=True)
+    assert "recompute" not in caught.value.hint
+
+
+def test_all_is_dense_with_reasons_when_no_layer_pays():
+    model = net()
+    report = decompose(model, rank=0.1, select=["0", "2"], allocate="flops", example_input=LARGE, measure=False)
+    assert not report.factorized
+    assert all("saves memory" in row.reason for row in report)
+    assert isinstance(model[0], nn.Conv2d)
 
 
 def test_cp_can_take_part():
