@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -75,6 +75,25 @@ def _check_fsdp() -> None:
         assert all(isinstance(p, DTensor) for p in bench.model.parameters())
 
 
+class Repeated(nn.Module):
+    """One unit that runs twice: its weights are gathered twice in the forward and twice in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(8, 16), Block(16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.last(self.block(self.block(self.first(x)).tanh()).sigmoid())
+
+
+def _check_fsdp_gathers() -> None:
+    for options in ({}, {"shard_placement_fn": lambda weight: Shard(weight.ndim - 1)}):
+        torch.manual_seed(0)
+        net = Repeated()
+        fully_shard(net.block, **options)
+        check(Bench(fully_shard(net, **options).train(), _step), seeds=2)
+
+
 def _check_ddp() -> None:
     for options in ({}, {"gradient_as_bucket_view": True, "static_graph": True}):
         torch.manual_seed(0)
@@ -99,7 +118,12 @@ def _check_tensor_parallel() -> None:
     assert any(op.pin == "tensor subclass DTensor" for op in trace.ops)
 
 
-CHECKS = {"fsdp": _check_fsdp, "ddp": _check_ddp, "tensor parallel": _check_tensor_parallel}
+CHECKS = {
+    "fsdp": _check_fsdp,
+    "fsdp gathers": _check_fsdp_gathers,
+    "ddp": _check_ddp,
+    "tensor parallel": _check_tensor_parallel,
+}
 
 
 def _worker(rank: int, name: str, store: str) -> None:

@@ -12,11 +12,18 @@ from torch.nn import Parameter
 
 from ctdr_lightning.basics.torch_private import NoTorchDispatch, OpOverload
 from ctdr_lightning.memory.values.live_bytes import tell_trackers
-from ctdr_lightning.memory.values.op_traits import overwritten, pin_reason_of_call, traits, without_running_stats
+from ctdr_lightning.memory.values.op_traits import (
+    COLLECTIVE,
+    overwritten,
+    pin_reason_of_call,
+    traits,
+    without_running_stats,
+)
 from ctdr_lightning.memory.values.tensors import alias_of, storage_of, version_of, wants_grad_itself
 from ctdr_lightning.memory.values.value import Node, TensorRef, Value
 
 _SEQUENCES = (list, tuple)
+_CAT_OUT = torch.ops.aten.cat.out
 
 
 def _forgetter(values: dict[int, Value]) -> Callable[[TensorRef], None]:
@@ -46,6 +53,7 @@ class ValueTable:
         self._unfiled: list[weakref.ref[Value]] = []
         self._leaves: list[Value] = []  # of values that hold what lives as long as the model
         self._read: set[int] = set()  # storages on which there is, or was, a value
+        self._gathered: set[int] = set()  # storages of weights that an FSDP unit read
         self._files: dict[int, tuple[weakref.ref[torch.UntypedStorage] | None, list[weakref.ref[Value]]]] = {}
         self._on_death = _forgetter(self._values)
 
@@ -149,6 +157,8 @@ class ValueTable:
     def _holding(self, tensor: Tensor) -> Value:
         value = Value()
         self._read.add(tensor.untyped_storage()._cdata)  # raises where a layout has none
+        if self.unit and isinstance(tensor, Parameter):
+            self._gathered.add(tensor.untyped_storage()._cdata)
         if type(tensor) is Parameter and tensor.requires_grad:  # then it is a leaf
             value.keep_leaf(tensor)
             self._leaves.append(value)
@@ -164,15 +174,22 @@ class ValueTable:
         """Before a call that writes in place runs: what is written must stay what the replays are to read.
 
         Values that a replay can make again let go of the storage; those that can only be held move to a copy of it.
+        A gather of FSDP is no such write: it brings back the weights that were read, to a storage that is empty now.
         """
         for tensor in overwritten(func, args, kwargs):
             storage = storage_of(tensor)
-            if storage is not None and storage._cdata in self._read:
+            if storage is not None and storage._cdata in self._read and not self._gathers(func, storage):
                 values = self._on(storage)
                 for value in values:
                     self._forget(value)
                     value.sever(storage)
                 self._copy_for_holders(values, storage)
+
+    def _gathers(self, func: OpOverload, storage: torch.UntypedStorage) -> bool:
+        # Shards of another dimension than the first come by a plain `cat`, those of the older FSDP by a collective.
+        if func.namespace == "fsdp":
+            return True
+        return storage._cdata in self._gathered and (func is _CAT_OUT or traits(func).pin == COLLECTIVE)
 
     def _on(self, storage: torch.UntypedStorage) -> list[Value]:
         """Every value on a storage. They are filed by storage only now: most steps write nothing in place."""
@@ -262,6 +279,7 @@ class ValueTable:
         self._unfiled.clear()
         self._leaves.clear()
         self._read.clear()
+        self._gathered.clear()
         self._files.clear()
 
 
