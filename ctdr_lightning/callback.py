@@ -245,6 +245,7 @@ class CTDRCallback(Callback):
             self.memory.prepare(trainer, pl_module)
         self.engine.session = self.memory.session
         self.engine.prepares = self.memory.make_ready
+        self.engine.copies = self.memory.copies
         self.engine.tighten = self.memory.tighten if self.options.retry_on_oom else None
         if self.coach is not None:
             self.engine.around, self.engine.key = self.coach.around, self.coach.key

@@ -53,6 +53,7 @@ class MemoryStage:
         self._state_bytes = 0
         self._rest_measured = False
         self._kept_bytes = 0
+        self._copied_bytes = 0
         self._said: set[str] = set()
         self._n_planned = 0
         self._rest_peak_bytes = 0
@@ -109,10 +110,11 @@ class MemoryStage:
     def _plan(self, trace: Trace) -> Plan:
         """The plan of this process alone: results do not depend on plans, and no process waits for another's."""
         self._machine = self._machine or self._places.measured()
-        equipped = trace.with_static(self._optimizer.state).with_machine(*self._machine)
+        equipped = trace.with_static(self._optimizer.state + self._copied_bytes).with_machine(*self._machine)
         standing = _with_forward_bytes(equipped, self._kept_bytes)
         plain = simulate(standing).bytes_at
         end_bytes = int(plain[-1]) if len(plain) else standing.resident_bytes
+        end_bytes -= self._copied_bytes  # they are gone when the backward is over
         self._rest_peak_bytes = end_bytes + self._optimizer.temporary
         if self._budget_bytes is not None and self._rest_peak_bytes > self._budget_bytes:
             self._refuse(self._too_large(end_bytes))
@@ -199,6 +201,18 @@ class MemoryStage:
                 optimizer.zero_grad(set_to_none=True)
             gradients = local_bytes(p.grad for p in module.parameters() if p.grad is not None)
         return gradients + local_bytes(tensors_of(inputs)), gradients > 0 and not fresh
+
+    def copies(self, n_bytes: int) -> None:
+        """Before a step: so many bytes of copies stand beside it, until its backward is over; plan for them.
+
+        Args:
+            n_bytes: Size of the copies that put a failed step back.
+        """
+        if self.session is None or n_bytes <= self._copied_bytes:
+            return
+        # batches of many sizes have copies of many sizes: an eighth of room, or each new length would plan all anew
+        self._copied_bytes = n_bytes + n_bytes // 8
+        self.session.replan(self._plan)
 
     def _needs(self, gradient_bytes: int) -> bool:
         """Whether a forward with the last step's gradients beside it would take more than the plan allows."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from ctdr_lightning.memory import Session
 from ctdr_lightning.trainer.modules import overrides
 from ctdr_lightning.trainer.training_step.patches import LogCalls
-from ctdr_lightning.trainer.training_step.snapshot import Gradients, Snapshot
+from ctdr_lightning.trainer.training_step.snapshot import OPTIMIZERS, Gradients, Snapshot
 from ctdr_lightning.trainer.training_step.write_guard import CannotRepeatError, WriteGuard
 
 # Each try has a fifth less: 0.8 ** 7 is a fifth of the first budget, beyond which no plan was ever found.
@@ -50,12 +50,16 @@ class Retry:
         leave: Takes off everything that a failed step has installed.
         tighten: Called with the message of the error before the step is run again.
         calls: Counts what the step logs.
+
+    Attributes:
+        copied_bytes: Size of the copies that stand beside the present step, to put back what it writes.
     """
 
     def __init__(
         self, session: Session, leave: Callable[[], None], tighten: Callable[[str], None], calls: LogCalls
     ) -> None:
         self._session, self._leave, self._tighten, self._calls = session, leave, tighten, calls
+        self.copied_bytes = 0
         self._written: set[str] = set()
         self._snapshot: Snapshot | None = None
         self._forward: Run | None = None
@@ -79,9 +83,10 @@ class Retry:
         self._module, self._forward, self._began, self._guard = module, run, "", None
         self._calls.begin()
         optimizers = module.trainer.optimizers
-        roots = {"module": module, "batch": inputs, "optimizers": optimizers}
+        roots = {"module": module, "batch": inputs, OPTIMIZERS: optimizers}
         with self._watched(optimizers) if not module.automatic_optimization else nullcontext():
             self._snapshot = Snapshot(roots, self._written)  # with the watching hooks in place, which it would take off
+            self.copied_bytes = self._snapshot.copied_bytes
             output = self._until_it_fits(run)
         self._snapshot.learn()
         self._snapshot.forget_gradients()

@@ -1,7 +1,8 @@
 """What a training step found before it ran, to be put back when it has failed: exactly, or not at all.
 
 Versions of tensors tell what a failed try has written, but not what stood there before, and a copy of everything before
-each step is too dear. So what is small is copied, and what earlier steps were seen to write, as far as a limit allows.
+each step is too dear. So what is small is copied, except what optimizers keep, and what earlier steps were seen to
+write, as far as a limit allows. The copies stand in memory while the step runs, and count in its plan.
 When a step fails, whatever changed must be among the copies; otherwise the way to it is the reason not to repeat.
 """
 
@@ -22,6 +23,9 @@ from ctdr_lightning.trainer.training_step.reachable import Reachable, Trail, ite
 
 # BatchNorm's statistics, counters and metrics are below; to copy 2**16 elements takes about as long as to launch it.
 SMALL_ELEMENTS = 2**16
+# The root below which small tensors are not copied: forward and backward leave an optimizer's state alone, and Adam's
+# is twice the net where all layers are small (with the copies the demo's step took 10 % more than its budget).
+OPTIMIZERS = "optimizers"
 # Copies of what earlier steps wrote stand beside every step. A queue of 65,536 x 128 just fits, a teacher does not.
 COPIED_AT_MOST_BYTES = 32 * 2**20
 
@@ -76,12 +80,13 @@ class Snapshot:
     """Everything that a step can reach, as it stands now.
 
     Args:
-        roots: Where to start, by name: the module, the batch, the optimizers.
+        roots: Where to start, by name: the module, the batch, the optimizers (under ``OPTIMIZERS``).
         written: Ways to large tensors that earlier steps wrote; `learn` adds to it.
 
     Attributes:
         reach: What was found.
         copied: Tensors of which there are copies.
+        copied_bytes: Size of the copies.
     """
 
     def __init__(self, roots: Mapping[str, Any], written: set[str]) -> None:
@@ -91,6 +96,7 @@ class Snapshot:
         self._versions = [version_of(tensor) for _, tensor in tensors]
         self._copies = self._copy(tensors)
         self.copied = [tensors[index][1] for index in self._copies]
+        self.copied_bytes = sum(copy.nbytes for copy in self._copies.values())
         self._arrays = {i: a.copy() for i, (_, a) in enumerate(self.reach.arrays) if a.size <= SMALL_ELEMENTS}
         self._generators = [(g, _generator_state(g)) for g in self.reach.generators]
         self._iterators = [iterator_state(thing) for _, thing in self.reach.iterators]
@@ -103,7 +109,7 @@ class Snapshot:
             trains = isinstance(tensor, nn.Parameter) and tensor.requires_grad
             if trains or tensor.layout != torch.strided or self._versions[index] < 0:
                 continue
-            small = tensor.numel() <= SMALL_ELEMENTS
+            small = tensor.numel() <= SMALL_ELEMENTS and _root(trail) != OPTIMIZERS
             if not small and (way(trail) not in self._written or tensor.nbytes > left_bytes):
                 continue
             left_bytes -= 0 if small else tensor.nbytes
@@ -164,6 +170,12 @@ class Snapshot:
     def drawn_from(self) -> list[Any]:
         """The generators that are put back."""
         return self.reach.generators
+
+
+def _root(trail: Trail) -> Any:
+    while trail[0] is not None:
+        trail = trail[0]
+    return trail[1]
 
 
 def _identical(first: list[Any], second: list[Any]) -> bool:

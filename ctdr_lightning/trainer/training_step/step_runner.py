@@ -30,6 +30,7 @@ class StepRunner:
         key: What makes steps differ besides their batch, such as the phase.
         prepares: Called before each step with its arguments, where there is a session; returns the bytes
             that are in memory beside the session's own, and whether the backward will add to gradients that stand.
+        copies: Told before each step the bytes of the copies that stand beside it to put a failed try back.
         metering: Whether the next batch's true peak is measured.
         counting: Whether the next step's operations are counted.
         step_flops: Operations of the last step that was counted; 0 before.
@@ -43,6 +44,7 @@ class StepRunner:
         self.around: Callable[[nn.Module, Callable[[], Any]], Any] | None = None
         self.key: Hashable = None
         self.prepares: Callable[[Any], tuple[int, bool]] | None = None
+        self.copies: Callable[[int], None] | None = None
         self.metering = False
         self.counting = False
         self.step_flops = 0
@@ -128,6 +130,10 @@ class StepRunner:
 
     def _begin(self, module: LightningModule, inputs: Any) -> None:
         beside_bytes, adds = self._beside
+        if self._retry is not None:
+            beside_bytes += self._retry.copied_bytes
+            if self.copies is not None:
+                self.copies(self._retry.copied_bytes)
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
         self._abort()
         if self.metering:  # below all others, as it leaves last
