@@ -6,21 +6,19 @@ from pathlib import Path
 from typing import Any
 from weakref import ref
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from ctdr_lightning.basics.documents import CALLBACK_STATE_VERSION as STATE_VERSION
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.decomposition import Choices
-from ctdr_lightning.decomposition.layers.from_checkpoint import NOTE
 from ctdr_lightning.joint.budget_fit import BudgetFit
 from ctdr_lightning.recovery import Recovery
 from ctdr_lightning.recovery.transaction import all_or_nothing, layers_as_now
 from ctdr_lightning.trainer.accuracy.budget_choice import BudgetChoice
 from ctdr_lightning.trainer.accuracy.choosing import TrainingData
 from ctdr_lightning.trainer.accuracy.coach import Coach
-from ctdr_lightning.trainer.checkpoints import CompleteFileIO, write_complete_files
+from ctdr_lightning.trainer.checkpoints import CompleteFileIO, leave_note, write_complete_files
 from ctdr_lightning.trainer.modules import is_compiled, overrides
 from ctdr_lightning.trainer.options import CallbackOptions, read_state
 from ctdr_lightning.trainer.randomness import Randomness
@@ -382,8 +380,8 @@ class CTDRCallback(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add every rank's random state, so that a resumed run draws what this one would have drawn."""
         checkpoint["callbacks"][self.state_key]["random"] = self._random.save(trainer)
-        if checkpoint.get("state_dict") and not is_sharded(trainer.strategy) and factorized_names(pl_module):
-            checkpoint["state_dict"][NOTE] = torch.empty(0)
+        if factorized_names(pl_module):
+            leave_note(checkpoint, trainer.strategy)
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

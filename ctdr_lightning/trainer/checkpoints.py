@@ -14,6 +14,8 @@ from typing_extensions import override
 
 from ctdr_lightning.basics import files
 from ctdr_lightning.basics.errors import CheckpointError
+from ctdr_lightning.decomposition.layers.from_checkpoint import NOTE
+from ctdr_lightning.trainer.strategies import is_sharded
 
 
 class CompleteFileIO(TorchCheckpointIO):
@@ -73,3 +75,14 @@ def write_complete_files(strategy: Any) -> None:
     """Give a strategy `CompleteFileIO` where it has Lightning's own; a user's plugin stays."""
     if type(getattr(strategy, "checkpoint_io", None)).__name__ == "TorchCheckpointIO":
         strategy.checkpoint_io = CompleteFileIO()
+
+
+def leave_note(checkpoint: dict[str, Any], strategy: Any) -> None:
+    """Add an entry whose name tells how to load a factorized model, where a plain load would only list its keys.
+
+    Args:
+        checkpoint: About to be saved; changed in place.
+        strategy: The trainer's; shards of a model take no further entry.
+    """
+    if checkpoint.get("state_dict") and not is_sharded(strategy):
+        checkpoint["state_dict"][NOTE] = torch.empty(0)
