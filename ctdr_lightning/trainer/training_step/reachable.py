@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 # A vocabulary or a list of samples that hangs on the module: to look at each entry before every step takes longer than
-# many a step (10,000 entries: 0.5 ms).
+# many a step (its time was not measured).
 MOST_ENTRIES = 10_000
 _BOOKKEEPING = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules", "training"}
 _FOREIGN = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "ctdr_lightning", *sys.stdlib_module_names}
