@@ -33,7 +33,7 @@ PATIENCE = 3
 WATCHED_STEPS = 2
 # One kind of step for each sequence length: 64 lengths, or what is left of them after rounding, serve an epoch.
 MOST_KINDS = 64
-# A trace with its plan takes an estimated 2 kB an op in Python's memory, which was not measured: so many ops would be 256 MiB.
+# An estimate, not measured: 2 kB an op in Python's memory for a trace with its plan. So many ops would be 256 MiB.
 MOST_OPS = 128 * 1024
 _ANOTHER_GRAPH = "its graph is another"
 Planner = Callable[[Trace], Plan]
