@@ -128,12 +128,12 @@ def test_a_sweep_goes_through_submitit(tmp_path):
     command = [sys.executable, "-m", "recipes.train", "--multirun", *sweep, *TINY]
     done = subprocess.run(command, cwd=CONF.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    points = {path.name.partition("-data")[0]: path for path in tmp_path.iterdir() if (path / "checkpoints").is_dir()}
-    assert len(points) == 2
+    points = [path for path in tmp_path.iterdir() if (path / "checkpoints").is_dir()]
     sizes = {
-        rank: (path / "checkpoints" / "last.ckpt").stat().st_size
-        for path in points.values()
+        rank: path.joinpath("checkpoints", "last.ckpt").stat().st_size
+        for path in points
         for rank in ("0.5", "0.25")
-        if f"ctdr.rank-{rank}-" in path.name
+        if f"ctdr.rank={rank}" in (path / ".hydra" / "overrides.yaml").read_text()
     }
+    assert len(points) == len(sizes) == 2
     assert sizes["0.5"] > sizes["0.25"]

@@ -270,6 +270,6 @@ def test_killed_with_two_ranks(tmp_path, tmp_path_factory, point):
 @pytest.mark.slow
 def test_killed_with_two_ranks_around_a_rollback_where_only_rank_one_dies(tmp_path, tmp_path_factory, monkeypatch):
     whole = uninterrupted(tmp_path_factory, "rolled back", ROLLED_BACK, ranks=2)
-    monkeypatch.setattr("test_kill.VICTIM", "1")
+    monkeypatch.setattr(f"{__name__}.VICTIM", "1")
     killers = [(Killer("batch end", 2, 1), False)]
     assert parts.same(whole, killed_and_resumed(tmp_path, ROLLED_BACK, None, killers, ranks=2))
