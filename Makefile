@@ -18,7 +18,7 @@ help:
 	@echo "make docs       the documentation, in site/"
 
 demo: $(VENV)/.for-demo
-	$(BIN)/python -m recipes.demo $(DEMO_ARGS)
+	$(BIN)/python -m ctdr_recipes.demo $(DEMO_ARGS)
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile

@@ -30,8 +30,8 @@ from torch.nn import functional as F
 
 from ctdr_lightning.evaluate.measure import one_thread
 from ctdr_lightning.recovery.batchnorm import reestimate
-from recipes.classifier import cnn
-from recipes.demo import STRIDES, WIDTHS
+from ctdr_recipes.classifier import cnn
+from ctdr_recipes.demo import STRIDES, WIDTHS
 
 Batch = tuple[Tensor, Tensor]
 FOLDER = Path(os.environ.get("CTDR_NETS", Path(tempfile.gettempdir()) / "ctdr_trained_nets"))

@@ -23,7 +23,7 @@ ELSEWHERE = {
     r"make (demo|test|test-slow|docs)": "the Makefile's own targets, which CI runs",
     r"python -m benchmarks\.\w+.*": "takes minutes to hours; tests/rules asks whether the module exists",
     r"ctdr plan --policy \.\.\.": "no whole command",
-    r"python -m recipes\.train .*": "trained on few batches in tests/recipes, from the checkout: no wheel holds it",
+    r"python -m ctdr_recipes\.train .*": "trained on few batches in tests/recipes",
 }
 NETS = """
 import torch

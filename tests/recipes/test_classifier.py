@@ -6,7 +6,7 @@ from lightning import Trainer
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from recipes.classifier import Classifier, cnn
+from ctdr_recipes.classifier import Classifier, cnn
 
 
 def _separable(n_images=64):

@@ -9,9 +9,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
-from recipes.train import folder_of
+from ctdr_recipes.train import folder_of
 
-CONF = Path(__file__).parents[2] / "conf"
+CONF = Path(__file__).parents[2] / "ctdr_recipes" / "conf"
 ABSENT = {"wandb", "mlflow"}
 REQUIRED = ["data.root=images", "task.n_classes=7"]
 GROUPS = ["model", "data", "trainer", "logger", "ctdr", "callbacks", "launch", "experiment"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ctdr_lightning.basics.errors import ConfigError
-from recipes.data import DigitsData, ImageFolderData, _shift_and_noise
+from ctdr_recipes.data import DigitsData, ImageFolderData, _shift_and_noise
 
 
 def test_digits_are_split_without_overlap_and_alike_every_time():

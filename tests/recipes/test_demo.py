@@ -9,12 +9,12 @@ import torch.nn.functional as F
 
 from ctdr_lightning import Tape, decompose, plan, record, simulate
 from ctdr_lightning.basics.units import parse_bytes
-from recipes import demo
+from ctdr_recipes import demo
 
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory):
-    """Run ``python -m recipes.demo --short`` in this process; returns its folder and its rows."""
+    """Run ``python -m ctdr_recipes.demo --short`` in this process; returns its folder and its rows."""
     folder = tmp_path_factory.mktemp("demo")
     rows = {}
     with pytest.MonkeyPatch.context() as patch:

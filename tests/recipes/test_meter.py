@@ -7,8 +7,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ctdr_lightning.evaluate.measure import training_tensors
 from ctdr_lightning.memory.values.tensors import storage_bytes
-from recipes.classifier import Classifier, cnn
-from recipes.meter import StepMeter
+from ctdr_recipes.classifier import Classifier, cnn
+from ctdr_recipes.meter import StepMeter
 
 
 def _fit(meter, batch_size):

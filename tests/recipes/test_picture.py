@@ -1,7 +1,7 @@
 from PIL import Image
 
 from ctdr_lightning.evaluate.measure import MemoryUse
-from recipes.picture import draw_memory
+from ctdr_recipes.picture import draw_memory
 
 
 def test_draws_every_curve_with_its_peak_into_a_new_folder(tmp_path):

@@ -8,9 +8,9 @@ from lightning import Callback, Trainer
 from torch.utils.data import TensorDataset
 
 from ctdr_lightning.basics.errors import ConfigError
-from recipes.classifier import Classifier, cnn
-from recipes.preemption import PreemptionCheckpoint
-from recipes.resume import ResumableLoader
+from ctdr_recipes.classifier import Classifier, cnn
+from ctdr_recipes.preemption import PreemptionCheckpoint
+from ctdr_recipes.resume import ResumableLoader
 
 
 class Requeued(Exception):

@@ -11,15 +11,15 @@ from lightning import Callback
 from torch.utils.data import TensorDataset
 
 from ctdr_lightning.basics.errors import ConfigError
-from recipes import train as recipe
-from recipes.resume import ResumableLoader, check_same, flat
+from ctdr_recipes import train as recipe
+from ctdr_recipes.resume import ResumableLoader, check_same, flat
 from tests.recipes.test_configs import CONF
 from tests.recipes.test_train import TINY
 
 RECOVERED = ["ctdr.rank=0.4", "+ctdr.recovery.batchnorm_batches=2"]
 PREEMPTED = [
     "ckpt_path=last", "trainer.max_epochs=2",
-    "+callbacks.preemption._target_=recipes.preemption.PreemptionCheckpoint",
+    "+callbacks.preemption._target_=ctdr_recipes.preemption.PreemptionCheckpoint",
     "+callbacks.preemption.path=${output_dir}/checkpoints/last.ckpt",
 ]  # fmt: skip
 

@@ -16,7 +16,7 @@ RANKS = (0.5, 0.4, 0.3, 0.2)
 
 def sweep(folder, env, *overrides):
     command = [
-        sys.executable, "-m", "recipes.train", "--multirun", f"ctdr.rank={','.join(map(str, RANKS))}",
+        sys.executable, "-m", "ctdr_recipes.train", "--multirun", f"ctdr.rank={','.join(map(str, RANKS))}",
         f"hydra.sweep.dir={folder}", "hydra.sweep.subdir=rank-${ctdr.rank}", "trainer.max_epochs=2",
         "ctdr.policy=keep", *TINY, *overrides,
     ]  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from ctdr_lightning.basics.errors import CheckpointError, ConfigError
-from recipes.train import train
+from ctdr_recipes.train import train
 from tests.recipes.test_configs import CONF
 
 QUIET = [
@@ -125,7 +125,7 @@ def test_a_sweep_goes_through_submitit(tmp_path):
         f"hydra.sweep.dir={tmp_path}",
         "hydra/launcher=submitit_local",
     ]
-    command = [sys.executable, "-m", "recipes.train", "--multirun", *sweep, *TINY]
+    command = [sys.executable, "-m", "ctdr_recipes.train", "--multirun", *sweep, *TINY]
     done = subprocess.run(command, cwd=CONF.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     points = [path for path in tmp_path.iterdir() if (path / "checkpoints").is_dir()]

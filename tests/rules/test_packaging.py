@@ -18,7 +18,7 @@ import ctdr_lightning
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = sorted((ROOT / "ctdr_lightning").rglob("*.py"))
-PRODUCT = PACKAGE + sorted((ROOT / "recipes").rglob("*.py")) + sorted((ROOT / "benchmarks").rglob("*.py"))
+PRODUCT = PACKAGE + sorted((ROOT / "ctdr_recipes").rglob("*.py")) + sorted((ROOT / "benchmarks").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 CORE = [path for path in PACKAGE if {"basics", "decomposition", "evaluate", "joint", "memory"} & set(path.parts)]
 MOST_LINES_IN_A_FILE = 400
@@ -164,10 +164,12 @@ def wheel(tmp_path_factory):
     return zipfile.ZipFile(path)
 
 
-def test_the_wheel_holds_the_typed_package_and_nothing_else(wheel):
+def test_the_wheel_holds_the_typed_package_the_recipes_and_nothing_else(wheel):
     names = set(wheel.namelist())
-    assert {str(path.relative_to(ROOT)) for path in PACKAGE} | {"ctdr_lightning/py.typed"} <= names
-    assert {name.partition("/")[0].split("-")[0] for name in names} == {"ctdr_lightning"}
+    recipes = [path for path in (ROOT / "ctdr_recipes").rglob("*") if path.suffix in (".py", ".yaml")]
+    assert len([path for path in recipes if path.suffix == ".yaml"]) > 15
+    assert {str(path.relative_to(ROOT)) for path in [*PACKAGE, *recipes]} | {"ctdr_lightning/py.typed"} <= names
+    assert {name.partition("/")[0].split("-")[0] for name in names} == {"ctdr_lightning", "ctdr_recipes"}
 
 
 def test_version_and_licence_agree_everywhere(wheel):

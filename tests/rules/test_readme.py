@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from ctdr_lightning.decomposition import FactorizedLayer
-from recipes.classifier import Classifier, cnn
-from recipes.data import DigitsData
+from ctdr_recipes.classifier import Classifier, cnn
+from ctdr_recipes.data import DigitsData
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 TRAINER, FUNCTIONS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)

@@ -30,10 +30,10 @@ from ctdr_lightning.basics.progress_bar import track
 from ctdr_lightning.basics.units import format_bytes, format_seconds
 from ctdr_lightning.evaluate.measure import MemoryUse, one_thread
 from ctdr_lightning.recovery import Phase
-from recipes.classifier import Classifier, cnn
-from recipes.data import DigitsData
-from recipes.meter import StepMeter
-from recipes.picture import draw_memory
+from ctdr_recipes.classifier import Classifier, cnn
+from ctdr_recipes.data import DigitsData
+from ctdr_recipes.meter import StepMeter
+from ctdr_recipes.picture import draw_memory
 
 FOLDER = Path("outputs/demo")
 WIDTHS = (32, 64, 64, 64, 128, 128, 128, 256, 256, 256)

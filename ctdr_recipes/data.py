@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from ctdr_lightning.basics.errors import ConfigError
-from recipes.resume import ResumableLoader
+from ctdr_recipes.resume import ResumableLoader
 
 _TEST_SHARE = 0.4
 

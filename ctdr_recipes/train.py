@@ -1,8 +1,8 @@
 """Train, decompose and evaluate a classifier from a config.
 
-    python -m recipes.train experiment=digits
-    python -m recipes.train data=image_folder data.root=images task.n_classes=10 model=torchvision ctdr=budget
-    python -m recipes.train --multirun ctdr.rank=0.5,0.25,0.125
+    python -m ctdr_recipes.train experiment=digits
+    python -m ctdr_recipes.train data=image_folder data.root=images task.n_classes=10 model=torchvision ctdr=budget
+    python -m ctdr_recipes.train --multirun ctdr.rank=0.5,0.25,0.125
 
 Configs are in ``conf/`` and are code: read them before you run them.
 """
@@ -20,7 +20,7 @@ from lightning import Callback, LightningModule, Trainer, seed_everything
 from omegaconf import DictConfig, OmegaConf
 
 from ctdr_lightning.decomposition.layers.from_checkpoint import restore
-from recipes.resume import Resume
+from ctdr_recipes.resume import Resume
 
 _LONGEST_NAME = 120
 _log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def _primitives(config: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in container.items()}
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="train")
+@hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(config: DictConfig) -> float | None:
     """Train, print the metrics and return validation accuracy, which is what a sweep maximises."""
     scores = train(config)
