@@ -102,6 +102,7 @@ def _max_batch(options: argparse.Namespace) -> None:
 def _say(made: Plan, options: argparse.Namespace) -> None:
     print(made.explain().splitlines()[0])
     if options.device and options.device != "cpu":
+        print(made.reserved)
         print(f"Workspaces of {options.device}'s kernels are not known and not counted: leave room for them.")
     if options.save:
         made.to_json(options.save)

@@ -9,6 +9,7 @@ from typing import Any
 from ctdr_lightning.basics.devices import memory_bytes_here
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.units import as_given, parse_bytes
+from ctdr_lightning.memory.allocator.reserved import expandable_segments, runs_within
 from ctdr_lightning.memory.bounds.lower_bound import lower_bound_seconds
 from ctdr_lightning.memory.plans.actions import Actions
 from ctdr_lightning.memory.plans.plan import Plan
@@ -17,6 +18,11 @@ from ctdr_lightning.memory.search.infeasible import infeasible
 from ctdr_lightning.memory.simulator.schedule import scheduled
 from ctdr_lightning.memory.simulator.simulator import simulate
 from ctdr_lightning.memory.traces.trace import Trace
+
+# Six torchvision nets at 0.7, 0.5 and 0.4 of their peak: of 16 plans nine ran with 3 % less for the tensors, three with
+# 6 %, three with 9 to 17 %, one not at all. Steps by the share of fragmentation took up to four times as much as was needed,
+# as the allocator gives free segments back before it fails.
+TIGHTER, STEPS = 0.97, 7
 
 
 def plan(
@@ -52,10 +58,30 @@ def plan(
         raise _infeasible(trace, limits, name, error.least_peak_bytes, budget) from error
     if limits.peak_bytes is not None and made.peak_bytes > limits.peak_bytes:
         raise _infeasible(trace, limits, name, made.peak_bytes, budget)
+    if limits.peak_bytes is not None and trace.device == "cuda":
+        made = _served(made, limits, chosen)
     limit = limits.peak_bytes if limits.peak_bytes is not None else made.peak_bytes
     # The bound is on recomputation. A plan that puts values away can be faster; only the plain step bounds that.
     bound_s = trace.seconds if made.away else lower_bound_seconds(trace, limit)
     return replace(made, bound_seconds=bound_s)
+
+
+def _served(made: Plan, limits: Budget, chosen: Callable[[Trace, Budget], Actions]) -> Plan:
+    """A plan that CUDA's allocator can serve within the budget, fragmentation included; as it is where none is found.
+
+    The tensors get less, step by step, until the allocator gets along with the budget.
+    """
+    assert limits.peak_bytes is not None
+    found, room = made, limits.peak_bytes
+    for _ in range(STEPS):
+        if runs_within(found.trace, found.actions, limits.peak_bytes, expandable=expandable_segments()):
+            return replace(found, budget_bytes=limits.peak_bytes)
+        room = int(TIGHTER * room)
+        try:
+            found = make_plan(made.trace, chosen(made.trace, replace(limits, peak_bytes=room)), made.policy, limits)
+        except InfeasibleBudgetError:
+            break
+    return made
 
 
 def _infeasible(trace: Trace, limits: Budget, policy: str, least_bytes: int, asked: Any) -> InfeasibleBudgetError:

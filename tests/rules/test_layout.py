@@ -20,7 +20,7 @@ FLOORS = (
     "basics",
     "decomposition.shapes", "decomposition.algorithms", "decomposition.methods", "decomposition.layers",
     "decomposition.choose", "decomposition",
-    "memory.traces", "memory.plans", "memory.simulator",
+    "memory.traces", "memory.plans", "memory.simulator", "memory.allocator",
     "memory.plans.plan",  # a plan is a simulated step
     "memory.bounds", "memory.search", "memory.policies",
     "memory.planner",
@@ -29,7 +29,10 @@ FLOORS = (
     "trainer", "trainer.accuracy", "trainer.training_step", "trainer.reports",
     "callback", "command_line", "cli",
 )  # fmt: skip
-PLANNING = ("memory.traces", "memory.plans", "memory.simulator", "memory.bounds", "memory.search", "memory.policies")
+PLANNING = (
+    "memory.traces", "memory.plans", "memory.simulator", "memory.allocator", "memory.bounds", "memory.search",
+    "memory.policies",
+)  # fmt: skip
 
 
 @cache

@@ -18,6 +18,7 @@ from ctdr_lightning.basics.documents import parse_document, plain_of, read_recor
 from ctdr_lightning.basics.errors import CheckpointError
 from ctdr_lightning.basics.files import write_text
 from ctdr_lightning.basics.units import format_bytes, format_seconds
+from ctdr_lightning.memory.allocator.reserved import Reserved, reserved_by
 from ctdr_lightning.memory.plans.actions import (
     KEEP,
     Action,
@@ -193,6 +194,11 @@ class Plan:
     def regions(self) -> Regions:
         """Where in the step the tape has anything to do."""
         return Regions(self.script, self.trace.n_training)
+
+    @cached_property
+    def reserved(self) -> Reserved:
+        """What CUDA's allocator would reserve for the step, repeated; segments and fragmentation count."""
+        return reserved_by(self.trace, self.timeline.actions)
 
     @property
     def exact(self) -> bool:

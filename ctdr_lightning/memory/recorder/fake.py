@@ -25,7 +25,7 @@ def record_fake(
     """Record a step of a module without computing it and without its memory.
 
     Args:
-        module: The module; it is copied, never touched.
+        module: The module; it is copied, never touched. It may have been built on the meta device.
         inputs: Any nest of tensors that ``step`` needs; only shapes and dtypes matter, so that tensors on the meta
             device will do.
         step: From the module's copy and the fake inputs to a scalar loss.
@@ -45,8 +45,6 @@ def record_fake(
         True
     """
     mode = FakeTensorMode()
-    with FakeCopyMode(mode):
-        twin = copy.deepcopy(module)
 
     def fake(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
@@ -55,6 +53,11 @@ def record_fake(
             found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         return found.requires_grad_(tensor.requires_grad)
 
+    # A module that was built on the meta device: its tensors are given to the copy as if they had been copied already.
+    copied = {id(t): fake(t) for t in (*module.parameters(), *module.buffers()) if t.is_meta}
+    copied |= {id(p): nn.Parameter(copied[id(p)], p.requires_grad) for p in module.parameters() if p.is_meta}
+    with FakeCopyMode(mode):
+        twin = copy.deepcopy(module, copied)
     fakes = tree_map_only(Tensor, fake, inputs)
     try:
         with mode, torch.enable_grad():

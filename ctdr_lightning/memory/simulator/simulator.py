@@ -142,6 +142,10 @@ class Simulator:
             self.transfers(),
         )
 
+    def effects(self) -> tuple[list[Effect], list[AwayEffect]]:
+        """What each group of dropped values does as they stand, and what each value does that is put away."""
+        return list(self._effects.values()), list(self._parts.values())
+
     def transfers(self) -> Transfers:
         """When each value that is put away elsewhere moves, and how long the step waits for it."""
         if self._transfers is None:

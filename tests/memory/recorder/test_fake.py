@@ -30,3 +30,16 @@ def test_a_fake_trace_is_the_real_one_without_the_work(name):
     for policy in ("keep", "sqrt"):
         want = simulate(real, plan(real, policy=policy)).peak_bytes
         assert simulate(fake, plan(fake, policy=policy)).peak_bytes == pytest.approx(want, rel=0.01)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_module_on_the_meta_device_gives_the_same_trace(name):
+    inputs, step = STEPS[name]
+    want = record_fake(build(name)[0], inputs, step)
+    with torch.device("meta"):
+        net, _ = build(name)
+    found = record_fake(net, inputs, step)
+    assert all(t.is_meta for t in (*net.parameters(), *net.buffers()))
+    assert found.storages == want.storages
+    assert [op.name for op in found.ops] == [op.name for op in want.ops]
+    assert simulate(found).peak_bytes == simulate(want).peak_bytes

@@ -1,0 +1,1 @@
+"""What an allocator makes of a plan's tensors: reserved bytes, fragmentation, addresses."""
