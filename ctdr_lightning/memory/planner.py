@@ -20,8 +20,8 @@ from ctdr_lightning.memory.simulator.simulator import simulate
 from ctdr_lightning.memory.traces.trace import Trace
 
 # Six torchvision nets at 0.7, 0.5 and 0.4 of their peak: of 16 plans nine ran with 3 % less for the tensors, three with
-# 6 %, three with 9 to 17 %, one not at all. Steps by the share of fragmentation took up to four times as much as was needed,
-# as the allocator gives free segments back before it fails.
+# 6 %, three with 9 to 17 %, one not at all. Steps by the share of fragmentation took up to four times what was needed:
+# the allocator gives free segments back before it fails.
 TIGHTER, STEPS = 0.97, 7
 
 
