@@ -110,9 +110,10 @@ def test_decompose_shows_each_layer_and_saves_a_plan_to_edit(tmp_path, capsys):
 def test_plan_needs_no_memory_and_can_be_explained(tmp_path, capsys):
     path = tmp_path / "plan.json"
     assert main(["plan", NAME, *INPUT, "--policy", "sqrt", "--device", "h100", "--save", str(path)]) == 0
-    plain, planned, room = capsys.readouterr().out.splitlines()
+    plain, planned, reserved, room = capsys.readouterr().out.splitlines()
     assert plain.startswith("Plain step: peak ")
     assert planned.startswith("Policy sqrt: predicted peak ")
+    assert reserved.startswith("CUDA's allocator reserves ")
     assert room.startswith("Workspaces of h100's kernels are not known")
     assert main(["explain", str(path)]) == 0
     assert capsys.readouterr().out.splitlines()[0] == planned
