@@ -11,7 +11,7 @@ import operator
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -26,6 +26,7 @@ MOST_ENTRIES = 10_000
 _BOOKKEEPING = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules", "training"}
 _FOREIGN = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "ctdr_lightning", *sys.stdlib_module_names}
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_WORDS = (str, int)
 Trail = tuple[Any, Any]
 
 
@@ -86,9 +87,24 @@ def way(trail: Trail) -> str:
     step: Any = trail
     while step is not None:
         step, key = step
-        if key not in ("_parameters", "_buffers", "_modules"):
-            parts.append(key if isinstance(key, str) else f"[{key!r}]")
+        if not (isinstance(key, str) and key in ("_parameters", "_buffers", "_modules")):
+            parts.append(key if isinstance(key, str) else f"[{_shown(key)}]")
     return ".".join(reversed(parts)).replace(".[", "[")
+
+
+def mark(trail: Trail) -> tuple[Hashable, ...]:
+    """A trail as a key for another step: it keeps nothing alive, and costs a tenth of the words."""
+    keys: list[Hashable] = []
+    step: Any = trail
+    while step is not None:
+        step, key = step
+        keys.append(key if isinstance(key, _WORDS) else id(key))
+    return tuple(keys)
+
+
+def _shown(key: Any) -> str:
+    # An optimizer's state is kept by parameter; to write out a tensor's values takes milliseconds.
+    return f"{type(key).__name__} of {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
 
 
 def iterator_state(thing: Any) -> list[Any]:

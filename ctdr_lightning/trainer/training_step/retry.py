@@ -7,7 +7,7 @@ original error is raised with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -60,7 +60,7 @@ class Retry:
     ) -> None:
         self._session, self._leave, self._tighten, self._calls = session, leave, tighten, calls
         self.copied_bytes = 0
-        self._written: set[str] = set()
+        self._written: set[Hashable] = set()
         self._snapshot: Snapshot | None = None
         self._forward: Run | None = None
         self._loss: Tensor | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Hashable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ctdr_lightning.basics.units import format_bytes
 from ctdr_lightning.memory.values.tensors import version_of
-from ctdr_lightning.trainer.training_step.reachable import Reachable, Trail, iterator_state, reachable, way
+from ctdr_lightning.trainer.training_step.reachable import Reachable, Trail, iterator_state, mark, reachable, way
 
 # BatchNorm's statistics, counters and metrics are below; to copy 2**16 elements takes about as long as to launch it.
 SMALL_ELEMENTS = 2**16
@@ -81,7 +81,7 @@ class Snapshot:
 
     Args:
         roots: Where to start, by name: the module, the batch, the optimizers (under ``OPTIMIZERS``).
-        written: Ways to large tensors that earlier steps wrote; `learn` adds to it.
+        written: Marks of the ways to large tensors that earlier steps wrote; `learn` adds to it.
 
     Attributes:
         reach: What was found.
@@ -89,7 +89,7 @@ class Snapshot:
         copied_bytes: Size of the copies.
     """
 
-    def __init__(self, roots: Mapping[str, Any], written: set[str]) -> None:
+    def __init__(self, roots: Mapping[str, Any], written: set[Hashable]) -> None:
         self._written = written
         self.reach: Reachable = reachable(roots)
         tensors = self.reach.tensors
@@ -104,13 +104,13 @@ class Snapshot:
         self.gradients = Gradients(tensors)
 
     def _copy(self, tensors: list[tuple[Trail, Tensor]]) -> dict[int, Tensor]:
-        copies, left_bytes = {}, COPIED_AT_MOST_BYTES
+        copies, left_bytes, known = {}, COPIED_AT_MOST_BYTES, self._written
         for index, (trail, tensor) in enumerate(tensors):
             trains = isinstance(tensor, nn.Parameter) and tensor.requires_grad
             if trains or tensor.layout != torch.strided or self._versions[index] < 0:
                 continue
             small = tensor.numel() <= SMALL_ELEMENTS and _root(trail) != OPTIMIZERS
-            if not small and (way(trail) not in self._written or tensor.nbytes > left_bytes):
+            if not small and (not known or mark(trail) not in known or tensor.nbytes > left_bytes):
                 continue
             left_bytes -= 0 if small else tensor.nbytes
             copies[index] = tensor.detach().clone()
@@ -119,7 +119,7 @@ class Snapshot:
     def learn(self) -> None:
         """After a try that went well: remember what it wrote and was not copied, for the steps to come."""
         for index in self._changed():
-            self._written.add(way(self.reach.tensors[index][0]))
+            self._written.add(mark(self.reach.tensors[index][0]))
 
     def _changed(self) -> Iterator[int]:
         for index, (_, tensor) in enumerate(self.reach.tensors):

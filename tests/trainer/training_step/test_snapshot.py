@@ -1,0 +1,69 @@
+"""What a snapshot before each step costs and says; what it puts back is shown by the retries' tests."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from ctdr_lightning.trainer.training_step.reachable import mark, reachable, way
+from ctdr_lightning.trainer.training_step.snapshot import OPTIMIZERS, SMALL_ELEMENTS, Snapshot
+
+
+def stepped(net):
+    optimizer = torch.optim.Adam(net.parameters())
+    net(torch.ones(2, net.in_features)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def test_no_tensor_is_written_out_before_a_step(monkeypatch):
+    """An optimizer's state is kept by parameter: its way in words would cost milliseconds a tensor."""
+    net = nn.Linear(3, 2)
+    roots = {"module": net, OPTIMIZERS: [stepped(net)]}
+    monkeypatch.setattr(torch.Tensor, "__repr__", lambda tensor, **_: pytest.fail("a tensor was written out"))
+    first = Snapshot(roots, written := set())
+    first.learn()
+    Snapshot(roots, written)
+
+
+def test_ways_name_the_parameter_that_a_state_belongs_to():
+    net = nn.Linear(3, 2)
+    ways = [way(trail) for trail, _ in reachable({OPTIMIZERS: [stepped(net)]}).tensors]
+    assert "optimizers[0].state[Parameter of (2, 3)].exp_avg" in ways
+
+
+def test_marks_tell_tensors_apart_and_are_the_same_in_the_next_step():
+    net = nn.Linear(3, 3)
+    net.other = nn.Parameter(torch.ones(3, 3))  # of the weight's shape
+    net.register_forward_hook(lambda module, args, out: out + module.other.sum())
+    optimizer = stepped(net)
+    first, second = ([mark(trail) for trail, _ in reachable({OPTIMIZERS: [optimizer]}).tensors] for _ in range(2))
+    assert first == second
+    assert len(set(first)) == len(first)
+
+
+def test_marks_keep_nothing_alive():
+    net = nn.Linear(3, 2)
+    marks = [mark(trail) for trail, _ in reachable({OPTIMIZERS: [stepped(net)]}).tensors]
+    weight = weakref.ref(net.weight)
+    del net
+    gc.collect()
+    assert marks
+    assert weight() is None
+
+
+def test_what_a_step_wrote_is_copied_before_the_next_one():
+    net = nn.Linear(1, 1)
+    net.seen = torch.zeros(SMALL_ELEMENTS + 1)
+    first = Snapshot({"module": net}, written := set())
+    assert not any(copied is net.seen for copied in first.copied)
+    net.seen.add_(1)
+    assert "seen" in first.cannot_be_put_back()
+    first.learn()
+    second = Snapshot({"module": net}, written)
+    assert any(copied is net.seen for copied in second.copied)
+    net.seen.add_(1)
+    second.put_back()
+    assert net.seen.unique().tolist() == [1]
