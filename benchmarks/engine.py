@@ -21,8 +21,18 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.nets import NETS, net_r, net_t, vision
 from benchmarks.peak import step_peak_bytes
 from ctdr_lightning.basics.torch_private import TorchDispatchMode
-from ctdr_lightning.memory import KEEP, RECOMPUTE, RECOMPUTE_EACH, Plan, Tape, Trace, plan, record, record_fake
-from ctdr_lightning.memory.planner import make_plan
+from ctdr_lightning.memory import (
+    KEEP,
+    RECOMPUTE,
+    RECOMPUTE_EACH,
+    Plan,
+    Tape,
+    Trace,
+    plan,
+    record,
+    record_fake,
+    simulate,
+)
 from ctdr_lightning.memory.plans.actions import Actions
 from ctdr_lightning.memory.recorder.recorder import Recorder
 from ctdr_lightning.memory.tape.online import Evictor
@@ -63,7 +73,7 @@ def prediction(n_random: int) -> None:
         trace = record(step)
         fake = record_fake(net, inputs, step_of)
         plans = [plan(trace, policy="keep"), plan(trace, policy="sqrt")]
-        plans += [make_plan(trace, random_actions(trace, seed), "random") for seed in range(n_random)]
+        plans += [Plan("random", simulate(trace, random_actions(trace, seed))) for seed in range(n_random)]
         ratios = [(p.peak_bytes - trace.resident_bytes) / step_peak_bytes(net, guided(net, step, p)) for p in plans]
         shown = f"{ratios[0]:.4f} {ratios[1]:.4f} [{min(ratios[2:]):.4f}, {max(ratios[2:]):.4f}]"
         dynamic = plans[0].peak_bytes - trace.resident_bytes
@@ -119,7 +129,9 @@ def boundaries() -> None:
             step = partial(step_of, net, inputs)
             trace = record(step)
             plain = step_peak_bytes(net, backward_of(step))
-            ours = step_peak_bytes(net, guided(net, step, make_plan(trace, outputs_kept(trace, segments), "outputs")))
+            ours = step_peak_bytes(
+                net, guided(net, step, Plan("outputs", simulate(trace, outputs_kept(trace, segments))))
+            )
             checkpoint_segments(net, segments)
             theirs = step_peak_bytes(net, backward_of(step))
             print(f"{name:10s} {size:16d} {ours / plain:7.4f} {theirs / plain:17.4f}", flush=True)
@@ -136,7 +148,7 @@ def cost(repeats: int) -> None:
     net = nn.Sequential(*[m for _ in range(100) for m in (nn.Linear(8, 8), nn.Tanh(), nn.LayerNorm(8))])
     x = torch.randn(2, 8)
     trace = record(lambda: net(x).sum())
-    drop = make_plan(trace, dict.fromkeys(trace.saved, RECOMPUTE), "drop")
+    drop = Plan("drop", simulate(trace, dict.fromkeys(trace.saved, RECOMPUTE)))
     some = plan(trace, policy="sqrt")
     forward, both = len(trace.forward_ops), len(trace.ops)
     rows = {

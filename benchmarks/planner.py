@@ -24,12 +24,11 @@ from torch import nn
 from benchmarks.nets import Attention
 from benchmarks.planner_nets import HELD_OUT, NETS, TUNED
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
-from ctdr_lightning.memory import POLICIES, Budget, Plan, Trace, plan, record_fake, simulate
+from ctdr_lightning.memory import POLICIES, Budget, Plan, Prepared, Trace, plan, record_fake, simulate
 from ctdr_lightning.memory.bounds.lower_bound import floor_bytes
 from ctdr_lightning.memory.many_shapes import ManyShapes
 
 SHARES = (0.8, 0.6, 0.5, 0.4, 0.3, 0.2)
-NOT_ASKED = {"auto", "checkmate"}
 AHEAD = 1e-3
 
 
@@ -62,28 +61,29 @@ def trace_of(name: str, folder: Path) -> Trace:
     return Trace.from_json(path)
 
 
-def planned(trace: Trace, limit: int, policy: str) -> Plan | None:
+def planned(step: Prepared, limit: int, policy: str) -> Plan | None:
     """A policy's plan; None where it has none."""
     try:
-        return plan(trace, Budget(peak_bytes=limit), policy)
+        return plan(step, Budget(peak_bytes=limit), policy)
     except InfeasibleBudgetError:
         return None
 
 
 def measure(name: str, trace: Trace, share: float, *, rivals: bool) -> Row:
     """Plan one net at one share, and ask every other policy."""
-    limit = trace.resident_bytes + int(share * (simulate(trace).peak_bytes - trace.resident_bytes))
     start = time.process_time()
-    made = planned(trace, limit, "auto")
+    step = Prepared(trace)
+    limit = trace.resident_bytes + int(share * (step.plain_peak_bytes - trace.resident_bytes))
+    made = planned(step, limit, "auto")
     plan_s = time.process_time() - start
     others: dict[str, float] = {}
-    for policy in POLICIES if rivals else ():
-        other = planned(trace, limit, policy) if policy not in NOT_ASKED else None
+    for policy, facts in POLICIES.items() if rivals else ():
+        other = None if facts.asks_others or facts.clocked else planned(step, limit, policy)
         if other is not None:
             others[policy] = other.seconds / trace.seconds
     best = min(others, key=lambda policy: others[policy], default="")
     slowdown, gap = (made.seconds / trace.seconds, made.gap) if made is not None else (float("inf"), float("inf"))
-    proven = floor_bytes(trace) > limit
+    proven = floor_bytes(step) > limit
     return Row(name, len(trace.ops), share, slowdown, gap, best, others.get(best, float("inf")), plan_s, proven)
 
 

@@ -60,7 +60,7 @@ class Registry(Mapping[str, T], Generic[T]):
         """
         self._load_entry_points()
         before = dict(self._entries)
-        self._entries.update(entries or {})
+        self._entries.update({name: self._entry(name, entry) for name, entry in (entries or {}).items()})
         try:
             yield
         finally:
@@ -93,4 +93,8 @@ class Registry(Mapping[str, T], Generic[T]):
             return
         group, self._group = self._group, None
         for point in entry_points(group=group):
-            self._entries.setdefault(point.name, point.load())
+            self._entries.setdefault(point.name, self._entry(point.name, point.load()))
+
+    def _entry(self, name: str, found: T) -> T:
+        """What is kept of an entry that was made elsewhere."""
+        return found

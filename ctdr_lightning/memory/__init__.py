@@ -8,6 +8,7 @@ from ctdr_lightning.memory.policies import POLICIES, Budget
 from ctdr_lightning.memory.recorder.fake import record_fake
 from ctdr_lightning.memory.recorder.recorder import Recorder, record
 from ctdr_lightning.memory.session import Session, signature_of
+from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.simulator import Simulator, simulate
 from ctdr_lightning.memory.simulator.timeline import Timeline
 from ctdr_lightning.memory.tape.tape import Tape
@@ -22,6 +23,7 @@ __all__ = [
     "Budget",
     "LargestBatch",
     "Plan",
+    "Prepared",
     "Recorder",
     "Session",
     "Simulator",

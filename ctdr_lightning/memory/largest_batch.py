@@ -17,12 +17,11 @@ from ctdr_lightning.basics.progress_bar import track
 from ctdr_lightning.basics.units import as_given, parse_bytes
 from ctdr_lightning.memory.bounds.lower_bound import floor_bytes
 from ctdr_lightning.memory.planner import plan
-from ctdr_lightning.memory.plans.actions import Actions
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.policies import POLICIES, Budget
+from ctdr_lightning.memory.policies.registry import Choose, Policy, policy_of
 from ctdr_lightning.memory.recorder.fake import record_fake
-from ctdr_lightning.memory.simulator.simulator import Simulator
-from ctdr_lightning.memory.traces.trace import Trace
+from ctdr_lightning.memory.simulator.prepared import Prepared
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -47,7 +46,7 @@ def max_batch(
     make_inputs: Callable[[int], Any],
     step: Callable[[M, Any], Tensor],
     budget: int | str,
-    policy: str | Callable[[Trace, Budget], Actions] = "auto",
+    policy: str | Policy | Choose = "auto",
     *,
     static_bytes: int = 0,
     most: int = 1 << 20,
@@ -79,28 +78,26 @@ def max_batch(
         True
     """
     limit = parse_bytes(budget)
-    chosen = POLICIES[policy] if isinstance(policy, str) else policy
+    chosen = POLICIES[policy] if isinstance(policy, str) else policy_of(policy)
 
     tries = track(count(), "max_batch", total=3 * most.bit_length(), enabled=progress)
 
-    @cache  # what a search found of a trace is remembered with the trace: the last plan is not sought twice
-    def traced(size: int) -> Trace:
+    @cache  # what a search found of a step is remembered with it
+    def traced(size: int) -> Prepared:
         next(tries)
-        return record_fake(module, make_inputs(size), step, device=device).with_static(static_bytes)
+        return Prepared(record_fake(module, make_inputs(size), step, device=device).with_static(static_bytes))
 
     def fits_plainly(size: int) -> bool:
-        return Simulator(traced(size)).peak_bytes <= limit
+        return traced(size).plain_peak_bytes <= limit
 
     def may_fit(size: int) -> bool:
         return floor_bytes(traced(size)) <= limit
 
     def fits(size: int) -> bool:
-        trace = traced(size)
         try:
-            actions = chosen(trace, Budget(peak_bytes=limit))
+            return chosen(traced(size), Budget(peak_bytes=limit)).peak_bytes <= limit
         except InfeasibleBudgetError:
             return False
-        return Simulator(trace, actions).peak_bytes <= limit
 
     with closing(tries):
         plain_size = largest(fits_plainly, 0, most)

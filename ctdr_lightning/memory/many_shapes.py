@@ -18,6 +18,7 @@ from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.search.fastest import Fastest
 from ctdr_lightning.memory.search.local_search import Search
 from ctdr_lightning.memory.search.transfer import structure_of, transferred
+from ctdr_lightning.memory.simulator.prepared import Prepared, prepared
 from ctdr_lightning.memory.simulator.simulator import simulate
 from ctdr_lightning.memory.traces.trace import Trace
 
@@ -60,7 +61,7 @@ class ManyShapes:
         [True, True]
     """
 
-    def __init__(self, planner: Callable[[Trace, int], Plan], policy: str = "auto") -> None:
+    def __init__(self, planner: Callable[[Prepared, int], Plan], policy: str = "auto") -> None:
         self._planner = planner
         self._policy = policy
         self._known: OrderedDict[Hashable, _Known] = OrderedDict()
@@ -71,45 +72,45 @@ class ManyShapes:
         """How many plans are remembered now."""
         return len(self._known)
 
-    def __call__(self, trace: Trace, limit_bytes: int) -> Plan:
+    def __call__(self, step: Trace | Prepared, limit_bytes: int) -> Plan:
         """Plan a step.
 
         Args:
-            trace: The recorded step.
+            step: The recorded step.
             limit_bytes: Largest peak, weights included.
 
         Raises:
             InfeasibleBudgetError: Where the planner finds nothing that fits.
         """
-        plain = simulate(trace)
-        if plain.peak_bytes <= limit_bytes:
+        step = prepared(step)
+        if step.plain_peak_bytes <= limit_bytes:
             self.counts["plain"] += 1
-            return Plan(self._policy, plain, limit_bytes, trace.seconds)
-        structure = structure_of(trace)
-        nearest = self._nearest(structure, plain.peak_bytes)
-        made = None if nearest is None else self._adapted(trace, limit_bytes, nearest)
+            return Plan(self._policy, simulate(step), limit_bytes, step.trace.seconds)
+        structure = structure_of(step.trace)
+        nearest = self._nearest(structure, step.plain_peak_bytes)
+        made = None if nearest is None else self._adapted(step, limit_bytes, nearest)
         if made is None:
-            made = self._planner(trace, limit_bytes)
+            made = self._planner(step, limit_bytes)
             self.counts["searched"] += 1
-        self._remember(_Known(structure, plain.peak_bytes, made.actions, made.gap))
+        self._remember(_Known(structure, step.plain_peak_bytes, made.actions, made.gap))
         return made
 
-    def _adapted(self, trace: Trace, limit_bytes: int, known: _Known) -> Plan | None:
+    def _adapted(self, step: Prepared, limit_bytes: int, known: _Known) -> Plan | None:
         """Another step's actions as they are, or polished; None where both are too slow or do not fit."""
-        bound_s = lower_bound_seconds(trace, limit_bytes)
-        actions, gap = transferred(known.actions, trace), max(GOOD_ENOUGH, known.gap + FURTHER)
-        timeline = simulate(trace, actions)
+        bound_s = lower_bound_seconds(step, limit_bytes)
+        actions, gap = transferred(known.actions, step.trace), max(GOOD_ENOUGH, known.gap + FURTHER)
+        timeline = simulate(step, actions)
         if timeline.peak_bytes <= limit_bytes and timeline.seconds <= bound_s * (1 + GOOD_ENOUGH):
             self.counts["transferred"] += 1
             return Plan(self._policy, timeline, limit_bytes, bound_s)
-        search = Search(trace, allowance=POLISH_WORK)
-        attempt = Fastest(trace, search, limit_bytes, bound_s)
+        search = Search(step, allowance=POLISH_WORK)
+        attempt = Fastest(step, search, limit_bytes)
         attempt.polish([actions], gap)
         attempt.start((0.0,), gap)
         if attempt.found is None or not attempt.within(gap):
             return None
         self.counts["polished"] += 1
-        return Plan(self._policy, simulate(trace, search.frontier.actions(attempt.found)), limit_bytes, bound_s)
+        return Plan(self._policy, simulate(step, search.frontier.actions(attempt.found)), limit_bytes, bound_s)
 
     def _nearest(self, structure: Hashable, plain_peak_bytes: int) -> _Known | None:
         """The plan of the step that is closest in size; a larger one rather than a smaller, since it fits."""

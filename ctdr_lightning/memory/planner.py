@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +10,12 @@ from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.units import as_given, parse_bytes
 from ctdr_lightning.memory.allocator.reserved import expandable_segments, runs_within
 from ctdr_lightning.memory.bounds.lower_bound import lower_bound_seconds
-from ctdr_lightning.memory.plans.actions import Actions
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.policies import POLICIES, Budget
+from ctdr_lightning.memory.policies.registry import Choose, Policy, policy_of
 from ctdr_lightning.memory.search.infeasible import infeasible
-from ctdr_lightning.memory.simulator.schedule import scheduled
-from ctdr_lightning.memory.simulator.simulator import simulate
+from ctdr_lightning.memory.simulator.prepared import Prepared, prepared
+from ctdr_lightning.memory.simulator.schedule import judge
 from ctdr_lightning.memory.traces.trace import Trace
 
 # Six torchvision nets at 0.7, 0.5 and 0.4 of their peak: of 16 plans nine ran with 3 % less for the tensors, three with
@@ -26,18 +25,19 @@ TIGHTER, STEPS = 0.97, 7
 
 
 def plan(
-    trace: Trace,
+    step: Trace | Prepared,
     budget: int | float | str | Budget | None = None,
-    policy: str | Callable[[Trace, Budget], Actions] = "auto",
+    policy: str | Policy | Choose = "auto",
 ) -> Plan:
     """Make a plan for a step.
 
     Args:
-        trace: The recorded step; ``trace.with_static`` tells it of memory that it did not touch, such as an optimizer's
-            state.
+        step: The recorded step; ``trace.with_static`` tells it of memory that it did not touch, such as an optimizer's
+            state. ``Prepared(trace)`` where several plans are made of one step: what they share is made once.
         budget: Largest true peak of the step: bytes, a string such as ``"8GiB"``, or a fraction of the device's memory;
             None leaves the peak to the policy. A :class:`Budget` may limit the seconds instead.
-        policy: Name of a registered policy, or a callable from a trace and a budget to actions.
+        policy: Name of a registered policy, one with other options (``POLICIES["rotor"].with_options(n_slots=250)``),
+            or a callable from a prepared step and a budget to actions.
 
     Returns:
         The plan, with its predicted peak and seconds.
@@ -47,26 +47,32 @@ def plan(
         InfeasibleBudgetError: When the policy's best plan does not fit; it names the least peak, what sets it, and the
             nearest remedy.
     """
-    limits = resolve_budget(budget, trace.device)
-    chosen = (POLICIES[policy] if isinstance(policy, str) else policy) if trace.ops else _nothing
-    name = policy if isinstance(policy, str) else getattr(policy, "__name__", "custom")
+    step = prepared(step)
+    limits = resolve_budget(budget, step.trace.device)
+    chosen = POLICIES[policy] if isinstance(policy, str) else policy_of(policy)
     try:
-        made = make_plan(trace, chosen(trace, limits), name, limits)
+        made = _chosen(step, limits, chosen)
     except InfeasibleBudgetError as error:
         if limits.peak_bytes is None:
             raise
-        raise _infeasible(trace, limits, name, error.least_peak_bytes, budget) from error
+        raise _infeasible(step, limits, chosen, error.least_peak_bytes, budget) from error
     if limits.peak_bytes is not None and made.peak_bytes > limits.peak_bytes:
-        raise _infeasible(trace, limits, name, made.peak_bytes, budget)
-    if limits.peak_bytes is not None and trace.device == "cuda":
-        made = _served(made, limits, chosen)
+        raise _infeasible(step, limits, chosen, made.peak_bytes, budget, made)
+    if limits.peak_bytes is not None and step.trace.device == "cuda":
+        made = _served(step, made, limits, chosen)
     limit = limits.peak_bytes if limits.peak_bytes is not None else made.peak_bytes
     # The bound is on recomputation. A plan that puts values away can be faster; only the plain step bounds that.
-    bound_s = trace.seconds if made.away else lower_bound_seconds(trace, limit)
+    bound_s = step.trace.seconds if made.away else lower_bound_seconds(step, limit)
     return replace(made, bound_seconds=bound_s)
 
 
-def _served(made: Plan, limits: Budget, chosen: Callable[[Trace, Budget], Actions]) -> Plan:
+def _chosen(step: Prepared, limits: Budget, policy: Policy) -> Plan:
+    """A policy's plan, whether it fits or not. A step without any op concerns no policy."""
+    timeline = policy(step, limits) if step.trace.ops else judge(step, {})
+    return Plan(policy.name, timeline, limits.peak_bytes, options=policy.option_values)
+
+
+def _served(step: Prepared, made: Plan, limits: Budget, policy: Policy) -> Plan:
     """A plan that CUDA's allocator can serve within the budget, fragmentation included; as it is where none is found.
 
     The tensors get less, step by step, until the allocator gets along with the budget.
@@ -78,23 +84,21 @@ def _served(made: Plan, limits: Budget, chosen: Callable[[Trace, Budget], Action
             return replace(found, budget_bytes=limits.peak_bytes)
         room = int(TIGHTER * room)
         try:
-            found = make_plan(made.trace, chosen(made.trace, replace(limits, peak_bytes=room)), made.policy, limits)
+            found = _chosen(step, replace(limits, peak_bytes=room), policy)
         except InfeasibleBudgetError:
             break
     return made
 
 
-def _infeasible(trace: Trace, limits: Budget, policy: str, least_bytes: int, asked: Any) -> InfeasibleBudgetError:
+def _infeasible(
+    step: Prepared, limits: Budget, policy: Policy, least_bytes: int, asked: Any, made: Plan | None = None
+) -> InfeasibleBudgetError:
     """The error, with the plan of the default policy, which looks at every other's, to compare with."""
     assert limits.peak_bytes is not None
-    best = make_plan(trace, (POLICIES["auto"] if trace.ops else _nothing)(trace, limits), "auto", limits)
+    auto = POLICIES["auto"]
+    best = made if made is not None and policy is auto else _chosen(step, limits, auto)
     words = "" if isinstance(asked, Budget) else as_given(asked, limits.peak_bytes)
-    return infeasible(trace, best, limits.peak_bytes, policy, least_bytes, words)
-
-
-def _nothing(trace: Trace, budget: Budget) -> Actions:
-    """The plan of a step without any op, such as one that returns no loss: no policy has to know of it."""
-    return {}
+    return infeasible(best, limits.peak_bytes, policy.name, least_bytes, words)
 
 
 def resolve_budget(budget: int | float | str | Budget | None, device: str) -> Budget:
@@ -104,9 +108,3 @@ def resolve_budget(budget: int | float | str | Budget | None, device: str) -> Bu
     if budget is None:
         return Budget()
     return Budget(peak_bytes=parse_bytes(budget, total_bytes=memory_bytes_here(device)))
-
-
-def make_plan(trace: Trace, actions: Actions, policy: str, budget: Budget | None = None) -> Plan:
-    """Write actions down as a plan, with what the simulator predicts of them."""
-    limit = budget.peak_bytes if budget is not None else None
-    return Plan(policy, simulate(trace, scheduled(trace, actions)), limit)

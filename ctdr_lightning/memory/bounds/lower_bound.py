@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ctdr_lightning.memory.bounds.staged_program import StagedProgram, choose_ticks, lives_of
-from ctdr_lightning.memory.simulator.simulator import Simulator
+from ctdr_lightning.memory.bounds.staged_program import Lives, StagedProgram, choose_ticks, lives_of
+from ctdr_lightning.memory.simulator.prepared import Prepared, prepared
 from ctdr_lightning.memory.traces.trace import Trace
 
 TICKS = (1, 4, 16)
@@ -20,18 +20,23 @@ MANY_VARIABLES = 5000  # ops of the forward times ticks; beyond, fewer ticks
 WORTHWHILE = 1e-3  # share of a step; more ticks are tried for as long as they raise the bound by this much
 
 
-def lower_bound_seconds(trace: Trace, peak_bytes: int) -> float:
+def lower_bound_seconds(step: Trace | Prepared, peak_bytes: int) -> float:
     """Seconds that no plan goes below whose peak is at most ``peak_bytes``; infinite where there is no such plan.
 
     Args:
-        trace: The recorded step.
+        step: The recorded step.
         peak_bytes: Budget on the simulated peak, weights included.
     """
-    bytes_at = Simulator(trace).bytes_at()
-    if bytes_at.max(initial=trace.resident_bytes) <= peak_bytes:
+    step = prepared(step)
+    return step.once(("bound", peak_bytes), lambda: _bound_s(step, peak_bytes))
+
+
+def _bound_s(step: Prepared, peak_bytes: int) -> float:
+    trace, bytes_at = step.trace, step.plain_bytes_at
+    if step.plain_peak_bytes <= peak_bytes:
         return trace.seconds
-    lives = lives_of(trace)
-    if floor_bytes(trace) > peak_bytes:
+    lives = lives_of(step)
+    if floor_bytes(step) > peak_bytes:
         return float("inf")
     share, before = 0.0, -1.0
     for n_ticks in TICKS:
@@ -46,9 +51,13 @@ def lower_bound_seconds(trace: Trace, peak_bytes: int) -> float:
     return trace.seconds * (1 + share)
 
 
-def floor_bytes(trace: Trace) -> int:
+def floor_bytes(step: Trace | Prepared) -> int:
     """Bytes that no plan's peak goes below: at some tick, what the program holds and what its op works on. Linear."""
-    lives = lives_of(trace)
+    step = prepared(step)
+    return step.once("floor", lambda: _floor(step.trace, lives_of(step)))
+
+
+def _floor(trace: Trace, lives: Lives) -> int:
     spans: dict[int, list[tuple[int, int]]] = {}
     for value in trace.saved:
         place = trace.values[value].storage

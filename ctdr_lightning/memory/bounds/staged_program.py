@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ctdr_lightning.memory.bounds.linear_program import LinearProgram
+from ctdr_lightning.memory.simulator.prepared import Prepared, prepared
 from ctdr_lightning.memory.traces.trace import Trace
 
 
@@ -41,8 +42,13 @@ class Lives:
     bytes_at: np.ndarray
 
 
-def lives_of(trace: Trace) -> Lives:
+def lives_of(step: Trace | Prepared) -> Lives:
     """What no plan can change. Linear in the trace."""
+    step = prepared(step)
+    return step.once("lives", lambda: _lives(step.trace))
+
+
+def _lives(trace: Trace) -> Lives:
     ends = [s.end for s in trace.storages]
     for value in trace.saved:
         if value not in trace.droppable:

@@ -37,7 +37,8 @@ from ctdr_lightning.memory.simulator.timeline import Timeline
 from ctdr_lightning.memory.simulator.transfers import Transfers
 from ctdr_lightning.memory.traces.trace import Trace
 
-PLAN_VERSION = 4
+PLAN_VERSION = 5
+Option = int | float | str | bool
 _DAMAGE = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
 _ROUNDING = 1 + 1e-6  # a linear program's optimum may lie above the true one by its solver's tolerance
 
@@ -111,6 +112,7 @@ class Plan:
         timeline: The simulated step: its trace, the actions, bytes at each tick, seconds.
         budget_bytes: The budget that it was made for; None where there was none.
         bound_seconds: No plan for this budget can be faster; 0 where no bound was computed.
+        options: The policy's options by name.
 
     Example:
         >>> import torch
@@ -125,6 +127,7 @@ class Plan:
     timeline: Timeline = field(repr=False)
     budget_bytes: int | None = None
     bound_seconds: float = 0.0
+    options: Mapping[str, Option] = field(default_factory=dict)
 
     @property
     def trace(self) -> Trace:
@@ -229,7 +232,7 @@ class Plan:
     __hash__ = None  # type: ignore[assignment]
 
     def _facts(self) -> tuple[Any, ...]:
-        return self.policy, self.budget_bytes, self.bound_seconds, self.actions, self.trace
+        return self.policy, self.budget_bytes, self.bound_seconds, dict(self.options), self.actions, self.trace
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Write the plan as versioned JSON: its actions, one a line, and the trace; returns the text.
@@ -243,6 +246,7 @@ class Plan:
             "policy": self.policy,
             "budget_bytes": self.budget_bytes,
             "bound_seconds": self.bound_seconds,
+            "options": dict(self.options),
         }
         rows = ",\n".join(json.dumps(plain_of(_ActionRow(*item))) for item in self.actions.items())
         text = f'{json.dumps(head)[:-1]},\n"actions": [\n{rows}\n],\n"trace": {self.trace.to_json()}}}\n'
@@ -264,7 +268,8 @@ class Plan:
             trace = Trace.from_document(data["trace"])
             rows = [read_record(_ActionRow, row) for row in data["actions"]]
             header = {name: data[name] for name in ("policy", "budget_bytes", "bound_seconds")}
-            plan = cls(timeline=simulate(trace, _fitting(trace, rows)), **plain_of(read_record(_Header, header)))
+            timeline, options = simulate(trace, _fitting(trace, rows)), _options(data["options"])
+            plan = cls(timeline=timeline, options=options, **plain_of(read_record(_Header, header)))
             plan._check()
         except _DAMAGE as error:
             raise CheckpointError(f"This plan is damaged: {error!r}.", "Make the plan again.") from error
@@ -286,6 +291,13 @@ class _Header:
     policy: str
     budget_bytes: int | None
     bound_seconds: float
+
+
+def _options(found: Any) -> dict[str, Option]:
+    """The options of a document: a name and a plain value each."""
+    if not isinstance(found, dict) or not all(type(value) in (int, float, str, bool) for value in found.values()):
+        raise ValueError(f"options {found!r}")
+    return dict(found)
 
 
 def _fitting(trace: Trace, rows: list[_ActionRow]) -> Mapping[int, Action]:

@@ -18,18 +18,16 @@ from collections.abc import Iterator
 
 from ctdr_lightning.basics.errors import CTDRError
 from ctdr_lightning.memory.bounds.lower_bound import floor_bytes
-from ctdr_lightning.memory.plans.actions import Actions
+from ctdr_lightning.memory.plans.actions import Actions, Compress, Keep, Offload, Recompute
 from ctdr_lightning.memory.plans.budget import Budget
-from ctdr_lightning.memory.policies.registry import POLICIES
+from ctdr_lightning.memory.policies.registry import POLICIES, Policy
 from ctdr_lightning.memory.search.fastest import NO_GAP, Fastest, smallest_within
 from ctdr_lightning.memory.search.local_search import Search
-from ctdr_lightning.memory.simulator.simulator import Simulator
+from ctdr_lightning.memory.simulator.prepared import Prepared
+from ctdr_lightning.memory.simulator.schedule import judge
+from ctdr_lightning.memory.simulator.timeline import Timeline
 from ctdr_lightning.memory.traces.trace import Trace
 
-NOT_ASKED = {"auto", "checkmate"}  # itself, and the one whose solver stops by the clock
-# Policies that answer budgets which cannot be met. Where the floor proves that, the others search long and find
-# nothing: dtr took 8 s for GPT-2.
-HEEDLESS = {"keep", "sqrt"}
 USUAL_TIME_LIMIT_S = 5.0
 # Work for the usual time limit: what a net of some hundred ops needs until its gap stays, and more for larger ones.
 WORK_AT_LEAST, WORK_PER_OP = 600_000, 350
@@ -37,35 +35,28 @@ WORK_AT_LEAST, WORK_PER_OP = 600_000, 350
 OPS_PER_TIME_LIMIT = 2_000
 
 
-@POLICIES.register("auto")
-def auto(trace: Trace, budget: Budget) -> Actions:
+@POLICIES.register("auto", uses=frozenset({Keep, Recompute, Offload, Compress}), exact=False, asks_others=True)
+def auto(step: Prepared, budget: Budget) -> Timeline:
     """The fastest plan whose peak fits, or the one with the least peak that is fast enough.
 
     With ``budget.seconds`` the peak is made as small as that time allows; with ``budget.peak_bytes`` the time as short
     as that peak allows; with neither everything is kept. Where nothing fits, what comes closest is returned.
     """
-    if budget.seconds is None and budget.peak_bytes is None:
-        return {}
-    if budget.seconds is None and budget.peak_bytes is not None and _plain_peak_bytes(trace) <= budget.peak_bytes:
-        return {}
-    search, others = _search(trace, budget), _Others(trace, budget)
+    limit = budget.peak_bytes
+    if budget.seconds is None and (limit is None or step.plain_peak_bytes <= limit):
+        return judge(step, {})
+    search, others = _search(step, budget), _Others(step, budget)
     if budget.seconds is not None:
-        best = smallest_within(trace, search, budget.seconds)
+        best = smallest_within(step, search, budget.seconds)
         others.ask_all()
     else:
-        assert budget.peak_bytes is not None
-        attempt = Fastest(trace, search, budget.peak_bytes)
+        assert limit is not None
+        attempt = Fastest(step, search, limit)
         best = attempt.run(others)
-        if not attempt.within(NO_GAP) or trace.links or trace.codecs:  # the bound knows nothing of those
+        if not attempt.within(NO_GAP) or step.trace.links or step.trace.codecs:  # the bound knows nothing of those
             others.ask_all()
-    actions: Actions = search.frontier.actions(best)
-    least = _rank(best.peak_bytes, best.seconds, budget)
-    for other in others.known:
-        simulator = Simulator(trace, other)
-        rank = _rank(simulator.peak_bytes, simulator.seconds, budget)
-        if rank < least:
-            least, actions = rank, other
-    return actions
+    mine = judge(step, search.frontier.actions(best))
+    return min([mine, *others.known], key=lambda made: _rank(made, budget))
 
 
 class _Others:
@@ -75,22 +66,21 @@ class _Others:
         known: The plans that were made.
     """
 
-    def __init__(self, trace: Trace, budget: Budget) -> None:
-        self._trace = trace
+    def __init__(self, step: Prepared, budget: Budget) -> None:
+        self._step = step
         self._budget = budget
-        self._names = [name for name in POLICIES if name not in NOT_ASKED]
-        self.known: list[Actions] = []
-        moves = bool(trace.links or trace.codecs)  # the floor holds for recomputation alone
-        if budget.peak_bytes is not None and not moves and floor_bytes(trace) > budget.peak_bytes:
-            self._names = [name for name in self._names if name in HEEDLESS]
+        self.known: list[Timeline] = []
+        moves = bool(step.trace.links or step.trace.codecs)  # the floor holds for recomputation alone
+        hopeless = budget.peak_bytes is not None and not moves and floor_bytes(step) > budget.peak_bytes
+        self._left = [policy for policy in POLICIES.values() if _is_asked(policy, step.trace, hopeless=hopeless)]
 
     def __iter__(self) -> Iterator[Actions]:
-        while self._names:
+        while self._left:
             try:
-                self.known.append(POLICIES[self._names.pop(0)](self._trace, self._budget))
+                self.known.append(self._left.pop(0)(self._step, self._budget))
             except CTDRError:
                 continue  # it finds nothing that fits, or no chain
-            yield self.known[-1]
+            yield self.known[-1].actions
 
     def ask_all(self) -> None:
         """Make the plans of all that were not asked yet."""
@@ -98,22 +88,30 @@ class _Others:
             pass
 
 
-def _search(trace: Trace, budget: Budget) -> Search:
+def _is_asked(policy: Policy, trace: Trace, *, hopeless: bool) -> bool:
+    """Whether to look at a policy's plans: a clock's would differ from run to run.
+
+    Where it is proven that nothing fits, most policies search long and find nothing (dtr took 8 s for GPT-2), so only
+    those are asked that answer at once.
+    """
+    if policy.clocked or policy.asks_others or not policy.works_on(trace):
+        return False
+    return policy.answers_always or not hopeless
+
+
+def _search(step: Prepared, budget: Budget) -> Search:
+    n_ops = len(step.trace.ops)
     patience = budget.time_limit_s / USUAL_TIME_LIMIT_S
-    allowance = patience * max(WORK_AT_LEAST, WORK_PER_OP * len(trace.ops))
-    stop_s = time.thread_time() + budget.time_limit_s * (1 + len(trace.ops) / OPS_PER_TIME_LIMIT)
-    return Search(trace, budget.seed, allowance, lambda: time.thread_time() > stop_s)
+    allowance = patience * max(WORK_AT_LEAST, WORK_PER_OP * n_ops)
+    stop_s = time.thread_time() + budget.time_limit_s * (1 + n_ops / OPS_PER_TIME_LIMIT)
+    return Search(step, budget.seed, allowance, lambda: time.thread_time() > stop_s)
 
 
-def _plain_peak_bytes(trace: Trace) -> int:
-    return Simulator(trace).peak_bytes
-
-
-def _rank(peak_bytes: int, seconds: float, budget: Budget) -> tuple[bool, float, float]:
+def _rank(made: Timeline, budget: Budget) -> tuple[bool, float, float]:
     """How good a plan is; less is better, and what breaks the budget comes last."""
     if budget.seconds is not None:
-        wanted, limit, other = seconds, budget.seconds, float(peak_bytes)
+        wanted, limit, other = made.seconds, budget.seconds, float(made.peak_bytes)
     else:
         assert budget.peak_bytes is not None
-        wanted, limit, other = float(peak_bytes), float(budget.peak_bytes), seconds
+        wanted, limit, other = float(made.peak_bytes), float(budget.peak_bytes), made.seconds
     return (True, wanted, other) if wanted > limit else (False, other, wanted)

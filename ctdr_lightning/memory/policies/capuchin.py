@@ -22,7 +22,9 @@ from ctdr_lightning.memory.plans.actions import RECOMPUTE, Actions
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.best_candidate import choose
+from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.simulator import Simulator
+from ctdr_lightning.memory.simulator.timeline import Timeline
 from ctdr_lightning.memory.traces.trace import Trace
 
 _LEAST_S = 1e-9
@@ -53,18 +55,19 @@ class Candidate:
 
 
 @POLICIES.register("capuchin")
-def capuchin(trace: Trace, budget: Budget) -> Actions:
+def capuchin(step: Prepared, budget: Budget) -> Timeline:
     """Recompute the tensors that save the most memory per second until the peak fits.
 
     Raises:
         InfeasibleBudgetError: When the peak does not fit although nothing is left to recompute there.
     """
-    return choose(trace, _plans(trace, budget), budget, "capuchin")
+    return choose(step, _plans(step, budget), budget, "capuchin")
 
 
-def _plans(trace: Trace, budget: Budget) -> Iterator[Actions]:
+def _plans(step: Prepared, budget: Budget) -> Iterator[Actions]:
     """The one plan that fits, or where there is no limit the one with the least peak that is passed."""
-    simulator, candidates, chosen = Simulator(trace), candidates_of(trace), dict[int, Candidate]()
+    trace, simulator, chosen = step.trace, Simulator(step), dict[int, Candidate]()
+    candidates = candidates_of(trace)
     least, best = simulator.peak_bytes, dict(simulator.actions)
     while budget.peak_bytes is None or simulator.peak_bytes > budget.peak_bytes:
         peak = int(simulator.bytes_at().argmax())

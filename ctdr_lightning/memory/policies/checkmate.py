@@ -29,7 +29,9 @@ from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.best_candidate import choose
 from ctdr_lightning.memory.search.rounding import rounded
-from ctdr_lightning.memory.simulator.simulator import Simulator
+from ctdr_lightning.memory.simulator.prepared import Prepared
+from ctdr_lightning.memory.simulator.schedule import judge
+from ctdr_lightning.memory.simulator.timeline import Timeline
 from ctdr_lightning.memory.traces.trace import Trace
 
 FIRST_TICKS = 3
@@ -40,46 +42,40 @@ N_ROUNDS = 12
 N_HALVINGS = 6
 
 
-@POLICIES.register("checkmate")
-def checkmate(trace: Trace, budget: Budget) -> Actions:
+@POLICIES.register("checkmate", clocked=True)
+def checkmate(step: Prepared, budget: Budget) -> Timeline:
     """Solve a mixed integer program for the fastest plan whose peak fits.
 
     With a limit on seconds alone, the lowest of a few peaks whose plan is fast enough; with no limit, keep everything.
     """
-    plain = Simulator(trace).bytes_at().copy()
-    peak_bytes = int(plain.max(initial=trace.resident_bytes))
+    trace, peak_bytes = step.trace, step.plain_peak_bytes
     if budget.peak_bytes is not None and budget.peak_bytes < peak_bytes:
         stop_s = time.perf_counter() + budget.time_limit_s
-        found = list(_plans(trace, plain, budget.peak_bytes, stop_s))
-        return choose(trace, found or [dict.fromkeys(trace.saved, RECOMPUTE)], budget, "checkmate")
+        found = list(_plans(step, budget.peak_bytes, stop_s))
+        return choose(step, [*found] or [dict.fromkeys(trace.saved, RECOMPUTE)], budget, "checkmate")
     if budget.seconds is None:
-        return {}
-    candidates: list[Actions] = [{}]
+        return judge(step, {})
+    candidates: list[Actions | Timeline] = [{}]
     low, high = trace.resident_bytes, peak_bytes
     for _ in range(N_HALVINGS):
         middle = (low + high) // 2
-        found = list(_plans(trace, plain, middle, time.perf_counter() + budget.time_limit_s / N_HALVINGS))
-        fits = any(_fits(trace, actions, middle, budget.seconds) for actions in found)
+        found = list(_plans(step, middle, time.perf_counter() + budget.time_limit_s / N_HALVINGS))
+        fits = any(t.peak_bytes <= middle and t.seconds <= budget.seconds for t in found)
         low, high = (low, middle) if fits else (middle, high)
         candidates += found
-    return choose(trace, candidates, budget, "checkmate")
+    return choose(step, candidates, budget, "checkmate")
 
 
-def _fits(trace: Trace, actions: Actions, peak_bytes: int, seconds: float) -> bool:
-    simulator = Simulator(trace, actions)
-    return simulator.peak_bytes <= peak_bytes and simulator.seconds <= seconds
-
-
-def _plans(trace: Trace, plain: np.ndarray, peak_bytes: int, stop_s: float) -> Iterator[Actions]:
+def _plans(step: Prepared, peak_bytes: int, stop_s: float) -> Iterator[Timeline]:
     """Solve, simulate, limit bytes where too many were found, until a plan fits: in shares, then in whole numbers."""
-    lives = lives_of(trace)
+    trace, lives = step.trace, lives_of(step)
     for whole in (False, True):
-        margins = dict.fromkeys(choose_ticks(trace, plain, peak_bytes, FIRST_TICKS), 0)
+        margins = dict.fromkeys(choose_ticks(trace, step.plain_bytes_at, peak_bytes, FIRST_TICKS), 0)
         for _ in range(N_ROUNDS):
             staged = StagedProgram(trace, sorted(margins), peak_bytes, lives, margins)
-            found = _solutions(staged, whole, stop_s)
+            found = [judge(step, actions) for actions in _solutions(staged, whole, stop_s)]
             yield from found
-            live = min((Simulator(trace, actions).bytes_at() for actions in found), key=np.max, default=None)
+            live = min((timeline.bytes_at for timeline in found), key=np.max, default=None)
             if live is None or live.max() <= peak_bytes or time.perf_counter() > stop_s:
                 break
             _tighten(trace, margins, live, peak_bytes)

@@ -26,34 +26,33 @@ from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.best_candidate import choose
 from ctdr_lightning.memory.search.evicted import SMALL_SHARE, EvictedSet
-from ctdr_lightning.memory.simulator.simulator import Simulator
-from ctdr_lightning.memory.simulator.trace_index import index_of
-from ctdr_lightning.memory.traces.trace import Trace
+from ctdr_lightning.memory.simulator.prepared import Prepared
+from ctdr_lightning.memory.simulator.schedule import judge
+from ctdr_lightning.memory.simulator.timeline import Timeline
 
 TIGHTER = 0.93
 PATIENCE = 3
 
 
 @POLICIES.register("dtr")
-def dtr(trace: Trace, budget: Budget) -> Actions:
+def dtr(step: Prepared, budget: Budget) -> Timeline:
     """What the online policy would evict under the budget.
 
     Raises:
         InfeasibleBudgetError: When the plan exceeds the budget however early the policy starts to evict.
     """
-    return choose(trace, _projections(trace, budget), budget, "dtr")
+    return choose(step, _projections(step, budget), budget, "dtr")
 
 
-def _projections(trace: Trace, budget: Budget) -> Iterator[Actions]:
+def _projections(step: Prepared, budget: Budget) -> Iterator[Timeline]:
     """Projections for tighter and tighter budgets, up to the first that fits or while the peak goes down."""
-    plain = Simulator(trace)
-    least = plain.peak_bytes
-    room: float = (least if budget.peak_bytes is None else budget.peak_bytes) - trace.resident_bytes
+    resident_bytes, least = step.trace.resident_bytes, step.plain_peak_bytes
+    room: float = (least if budget.peak_bytes is None else budget.peak_bytes) - resident_bytes
     in_vain = 0
     while in_vain < PATIENCE:
-        actions = Projection(trace, plain, trace.resident_bytes + int(room)).run()
-        yield actions
-        peak = Simulator(trace, actions).peak_bytes
+        timeline = judge(step, Projection(step, resident_bytes + int(room)).run())
+        yield timeline
+        peak = timeline.peak_bytes
         if budget.peak_bytes is not None and peak <= budget.peak_bytes:
             return
         in_vain = 0 if peak < least else in_vain + 1
@@ -64,18 +63,17 @@ class Projection:
     """A step under the online policy, played on a trace.
 
     Args:
-        trace: The recorded step.
-        plain: Its plain timeline.
+        step: The recorded step.
         budget_bytes: When to evict.
     """
 
-    def __init__(self, trace: Trace, plain: Simulator, budget_bytes: int) -> None:
-        index = self._index = index_of(trace)
-        self._trace = trace
+    def __init__(self, step: Prepared, budget_bytes: int) -> None:
+        index = self._index = step.index
+        trace = self._trace = step.trace
         self._budget_bytes = budget_bytes
         self._values = [v for v in trace.saved if index.droppable[v]]
         self._bytes = {v: index.n_bytes[v] for v in self._values}
-        self._others = self._without(plain.bytes_at())
+        self._others = self._without(step.plain_bytes_at)
         self._last: dict[int, int] = {}
         self._here: set[int] = set()
         self._now = 0

@@ -16,36 +16,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ctdr_lightning.memory.plans.actions import Action, Actions, Offload
+from ctdr_lightning.memory.plans.actions import Action, Actions, Keep, Offload
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.best_candidate import choose
 from ctdr_lightning.memory.search.layered import LayerInput, largest_link, layer_inputs
+from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.schedule import scheduled
 from ctdr_lightning.memory.simulator.simulator import Simulator
+from ctdr_lightning.memory.simulator.timeline import Timeline
 from ctdr_lightning.memory.traces.facts import facts_of
-from ctdr_lightning.memory.traces.trace import Trace
 
 HALF = "bf16"
 
 
-@POLICIES.register("flashneuron")
-def flashneuron(trace: Trace, budget: Budget) -> Actions:
+@POLICIES.register("flashneuron", uses=frozenset({Keep, Offload}), exact=False)
+def flashneuron(step: Prepared, budget: Budget) -> Timeline:
     """Move the first tensors of the forward, as many as must go.
 
     Raises:
         InfeasibleBudgetError: When moving all of them does not fit.
     """
-    return choose(trace, _plans(trace, budget), budget, "flashneuron")
+    return choose(step, _plans(step, budget), budget, "flashneuron")
 
 
-def _plans(trace: Trace, budget: Budget) -> Iterator[Actions]:
+def _plans(step: Prepared, budget: Budget) -> Iterator[Actions]:
     yield {}
+    trace = step.trace
     names = [link.to for link in trace.links]
     to = "disk" if "disk" in names else largest_link(trace)
     if not to:
         return
-    inputs = layer_inputs(trace, lambda op: True)
+    inputs = layer_inputs(step, lambda op: True)
     inputs.sort(key=lambda entry: entry.value)
     for narrow in (False, True):
         low, high = 0, len(inputs)  # the fewest that fit lie in between
@@ -53,17 +55,17 @@ def _plans(trace: Trace, budget: Budget) -> Iterator[Actions]:
             low = high
         while low < high:
             middle = (low + high) // 2
-            simulator = Simulator(trace, _marked(trace, inputs[:middle], to, narrow=narrow))
+            simulator = Simulator(step, _marked(step, inputs[:middle], to, narrow=narrow))
             low, high = (low, middle) if simulator.peak_bytes <= (budget.peak_bytes or 0) else (middle + 1, high)
-        yield _marked(trace, inputs[:low], to, narrow=narrow)
+        yield _marked(step, inputs[:low], to, narrow=narrow)
         if not any(cost.name == HALF for cost in trace.codecs):
             return
 
 
-def _marked(trace: Trace, inputs: list[LayerInput], to: str, *, narrow: bool) -> Actions:
-    facts = facts_of(trace)
+def _marked(step: Prepared, inputs: list[LayerInput], to: str, *, narrow: bool) -> Actions:
+    facts = facts_of(step.trace)
     actions: dict[int, Action] = {}
     for entry in inputs:
         smaller = narrow and "float" in facts[entry.value].kinds and facts[entry.value].item_bytes > 2
         actions[entry.value] = Offload(to, (HALF,) if smaller else ())
-    return scheduled(trace, actions)
+    return scheduled(step, actions)

@@ -16,11 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ctdr_lightning.memory.plans.actions import Action, Actions, Compress
+from ctdr_lightning.memory.plans.actions import Action, Actions, Compress, Keep
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.best_candidate import choose
 from ctdr_lightning.memory.search.together import free_codecs
+from ctdr_lightning.memory.simulator.prepared import Prepared
+from ctdr_lightning.memory.simulator.timeline import Timeline
 from ctdr_lightning.memory.traces.facts import facts_of
 from ctdr_lightning.memory.traces.trace import Trace
 
@@ -28,14 +30,14 @@ SPARSE = 0.2  # the paper: encoding in sparse rows pays above 20 to 25 % zeros
 REDUCED = ("fp8", "bf16")  # the smaller first
 
 
-@POLICIES.register("gist")
-def gist(trace: Trace, budget: Budget) -> Actions:
+@POLICIES.register("gist", uses=frozenset({Keep, Compress}), exact=False)
+def gist(step: Prepared, budget: Budget) -> Timeline:
     """Encode what the budget asks for: nothing, losslessly, or in reduced precision.
 
     Raises:
         InfeasibleBudgetError: When no encoding that is allowed fits.
     """
-    return choose(trace, _plans(trace), budget, "gist")
+    return choose(step, _plans(step.trace), budget, "gist")
 
 
 def _plans(trace: Trace) -> Iterator[Actions]:

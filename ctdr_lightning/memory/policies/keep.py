@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ctdr_lightning.memory.plans.actions import Actions
+from ctdr_lightning.memory.plans.actions import Actions, Keep
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
-from ctdr_lightning.memory.traces.trace import Trace
+from ctdr_lightning.memory.simulator.prepared import Prepared
 
 
-@POLICIES.register("keep")
-def keep(trace: Trace, budget: Budget) -> Actions:
+@POLICIES.register("keep", uses=frozenset({Keep}), answers_always=True)
+def keep(step: Prepared, budget: Budget) -> Actions:
     """Drop nothing."""
     return {}

@@ -19,24 +19,27 @@ from ctdr_lightning.memory.plans.actions import KEEP, RECOMPUTE, Actions
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.best_candidate import choose
+from ctdr_lightning.memory.simulator.prepared import Prepared
+from ctdr_lightning.memory.simulator.timeline import Timeline
 from ctdr_lightning.memory.traces.op_kinds import is_attention_core, is_cheap, is_weighted
 from ctdr_lightning.memory.traces.trace import OpRecord, Trace
 
 
 @POLICIES.register("megatron")
-def megatron(trace: Trace, budget: Budget) -> Actions:
+def megatron(step: Prepared, budget: Budget) -> Timeline:
     """Recompute nothing, attention's core, or that and the outputs of norms and activation functions.
 
     Raises:
         InfeasibleBudgetError: When none of the three fits.
     """
+    trace = step.trace
     made = {v for v, record in enumerate(trace.values) if record.op >= 0}
     levels: tuple[Callable[[OpRecord], bool], ...] = (
         lambda op: False,
         is_attention_core,
         lambda op: is_attention_core(op) or (is_cheap(op) and len(made.intersection(op.inputs)) == 1),
     )
-    return choose(trace, (recompute_outputs(trace, level) for level in levels), budget, "megatron")
+    return choose(step, (recompute_outputs(trace, level) for level in levels), budget, "megatron")
 
 
 def recompute_outputs(trace: Trace, chosen: Callable[[OpRecord], bool]) -> Actions:

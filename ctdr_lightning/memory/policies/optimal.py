@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
-from ctdr_lightning.memory.plans.actions import Actions
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.policies.sqrt import segment_actions
 from ctdr_lightning.memory.search.best_candidate import choose
 from ctdr_lightning.memory.search.chain import Chain, find_chain
-from ctdr_lightning.memory.simulator.simulator import Simulator
-from ctdr_lightning.memory.traces.trace import Trace
+from ctdr_lightning.memory.simulator.prepared import Prepared
+from ctdr_lightning.memory.simulator.schedule import judge
+from ctdr_lightning.memory.simulator.timeline import Timeline
 
 MOST_STAGES = 128  # of longer chains neighbours are joined
 N_LIGHTEST = 16  # how many subsets are simulated where the least peak is looked for
@@ -63,16 +63,16 @@ class Subset:
 
 
 @POLICIES.register("optimal")
-def optimal(trace: Trace, budget: Budget) -> Actions:
+def optimal(step: Prepared, budget: Budget) -> Timeline:
     """Keep the cut values that give the least peak, all checkpoints + the largest segment; drop the rest.
 
     Under a budget: the fastest such subset that fits.
     """
-    chain = find_chain(trace).coarser(MOST_STAGES)
-    return judge(trace, chain, least_peak_by_last(chain.stages), budget, "optimal")
+    chain = find_chain(step.trace).coarser(MOST_STAGES)
+    return best_subset(step, chain, least_peak_by_last(chain.stages), budget, "optimal")
 
 
-def judge(trace: Trace, chain: Chain, subsets: Sequence[Subset], budget: Budget, policy: str) -> Actions:
+def best_subset(step: Prepared, chain: Chain, subsets: Sequence[Subset], budget: Budget, policy: str) -> Timeline:
     """Take the best of the subsets, which come from the fastest to the slowest, as the simulator sees them.
 
     Under a limit on the peak it is the first that fits. A subset that misses it by some bytes rules out those whose
@@ -81,13 +81,13 @@ def judge(trace: Trace, chain: Chain, subsets: Sequence[Subset], budget: Budget,
     light_enough = float("inf")
     for subset in subsets if budget.peak_bytes is not None else ():
         if subset.peak_bytes <= light_enough:
-            actions = segment_actions(chain, subset.cuts)
-            excess = Simulator(trace, actions).peak_bytes - (budget.peak_bytes or 0)
+            timeline = judge(step, segment_actions(chain, subset.cuts))
+            excess = timeline.peak_bytes - (budget.peak_bytes or 0)
             if excess <= 0:
-                return actions
+                return timeline
             light_enough = min(light_enough, subset.peak_bytes - excess / 2)
     lightest = sorted(subsets, key=lambda s: s.peak_bytes)[:N_LIGHTEST]
-    return choose(trace, (segment_actions(chain, s.cuts) for s in lightest), budget, policy, chain.note)
+    return choose(step, (segment_actions(chain, s.cuts) for s in lightest), budget, policy, chain.note)
 
 
 def least_peak_by_last(stages: Sequence[Sizes]) -> list[Subset]:

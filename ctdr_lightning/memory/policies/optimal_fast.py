@@ -17,23 +17,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ctdr_lightning.memory.plans.actions import Actions
 from ctdr_lightning.memory.plans.budget import Budget
-from ctdr_lightning.memory.policies.optimal import MOST_STAGES, Sizes, Subset, judge, prefix_bytes, walk
+from ctdr_lightning.memory.policies.optimal import MOST_STAGES, Sizes, Subset, best_subset, prefix_bytes, walk
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.chain import find_chain
-from ctdr_lightning.memory.traces.trace import Trace
+from ctdr_lightning.memory.simulator.prepared import Prepared
+from ctdr_lightning.memory.simulator.timeline import Timeline
 
 
 @POLICIES.register("optimal_fast")
-def optimal_fast(trace: Trace, budget: Budget) -> Actions:
+def optimal_fast(step: Prepared, budget: Budget) -> Timeline:
     """Keep the cut values that give the least peak when used checkpoints are freed; drop the rest.
 
     Under a budget: the fastest such subset that fits.
     """
-    chain = find_chain(trace).coarser(MOST_STAGES)
+    chain = find_chain(step.trace).coarser(MOST_STAGES)
     subsets = [least_peak(chain.stages, last) for last in range(-1, len(chain.stages) - 1)]
-    return judge(trace, chain, subsets, budget, "optimal_fast")
+    return best_subset(step, chain, subsets, budget, "optimal_fast")
 
 
 def least_peak(stages: Sequence[Sizes], last: int | None = None) -> Subset:

@@ -1,25 +1,123 @@
-"""Where policies register, and what they are given."""
+"""Where policies register, what is said of each when it does, and what they are given."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
+from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.registry import Registry
-from ctdr_lightning.memory.plans.actions import Actions
+from ctdr_lightning.memory.plans.actions import Action, Actions, Compress, Keep, Offload, Recompute
 from ctdr_lightning.memory.plans.budget import Budget
+from ctdr_lightning.memory.simulator.prepared import Prepared, prepared
+from ctdr_lightning.memory.simulator.schedule import judge
+from ctdr_lightning.memory.simulator.timeline import Timeline
 from ctdr_lightning.memory.traces.trace import Trace
 
+Choose = Callable[..., Actions | Timeline]
+"""From a step and a budget, and options by name, to actions, or to the timeline of actions that were simulated.
 
-class Policy(Protocol):
-    """From a trace and a budget to actions; values that are not named keep their default (saved: keep)."""
+Values that are not named keep their default (saved: keep). A policy that finds nothing that fits raises
+``InfeasibleBudgetError`` or returns what comes closest.
+"""
 
-    def __call__(self, trace: Trace, budget: Budget) -> Actions:
-        """Choose an action for each value.
+
+@dataclass(frozen=True)
+class Policy:
+    """A way to choose a plan, with what is known of it.
+
+    Attributes:
+        name: Its name.
+        choose: The choice itself.
+        uses: Kinds of actions that it can choose.
+        exact: Whether its plans leave a step's results bit-identical whatever codecs the machine offers.
+        clocked: Whether it stops by the clock, so that another run may find another plan.
+        answers_always: Whether it answers, at once, budgets that nothing fits.
+        asks_others: Whether it looks at the plans of the other policies.
+        options: Its options, as a frozen dataclass of plain fields; None where it has none.
+
+    Example:
+        >>> from ctdr_lightning.memory import POLICIES
+        >>> POLICIES["rotor"].with_options(n_slots=250).options
+        RotorOptions(n_slots=250, most_stages=128)
+    """
+
+    name: str
+    choose: Choose
+    uses: frozenset[type[Action]] = frozenset({Keep, Recompute})
+    exact: bool = True
+    clocked: bool = False
+    answers_always: bool = False
+    asks_others: bool = False
+    options: Any = None
+
+    def __call__(self, step: Trace | Prepared, budget: Budget) -> Timeline:
+        """Choose actions and simulate them, once.
+
+        Args:
+            step: The recorded step; prepared where more than one plan is made of it.
+            budget: What the plan may take.
 
         Raises:
             InfeasibleBudgetError: When the policy finds nothing that fits.
         """
-        ...
+        step = prepared(step)
+        found = self.choose(step, budget, **({} if self.options is None else {"options": self.options}))
+        return found if isinstance(found, Timeline) else judge(step, found)
+
+    def with_options(self, **changes: Any) -> Policy:
+        """The same policy with some options changed.
+
+        Raises:
+            ConfigError: When there is no such option.
+        """
+        known = self.option_values
+        if unknown := changes.keys() - known.keys():
+            raise ConfigError(
+                f"Policy {self.name!r} has no option {sorted(unknown)[0]!r}.",
+                f"Its options are: {', '.join(sorted(known)) or 'none'}.",
+            )
+        return replace(self, options=replace(self.options, **changes)) if changes else self
+
+    @property
+    def option_values(self) -> dict[str, int | float | str | bool]:
+        """The options by name, as a plan's file holds them."""
+        return {} if self.options is None else asdict(self.options)
+
+    def works_on(self, trace: Trace) -> bool:
+        """Whether it can do more than keep everything: what only moves or compresses needs links or codecs."""
+        away = (trace.links and Offload in self.uses) or (trace.codecs and Compress in self.uses)
+        return Recompute in self.uses or self.answers_always or bool(away)
 
 
-POLICIES: Registry[Policy] = Registry("policy", group="ctdr_lightning.policies")
+class PolicyRegistry(Registry[Policy]):
+    """Policies by name; bare callables are registered as policies of which nothing is known."""
+
+    def register(self, name: str, **facts: Any) -> Callable[[Choose], Choose]:  # type: ignore[override]
+        """Return a decorator that registers a function as a policy.
+
+        Args:
+            name: Its name.
+            facts: What is known of it: the attributes of :class:`Policy`.
+
+        Raises:
+            ConfigError: When the name is taken.
+        """
+
+        def add(choose: Choose) -> Choose:
+            super(PolicyRegistry, self).register(name)(Policy(name, choose, **facts))
+            return choose
+
+        return add
+
+    def _entry(self, name: str, found: Any) -> Policy:
+        return policy_of(found, name)
+
+
+def policy_of(found: Policy | Choose, name: str = "") -> Policy:
+    """A policy as it is; a bare callable as a policy of its name, or of one that is given."""
+    return found if isinstance(found, Policy) else Policy(name or getattr(found, "__name__", "custom"), found)
+
+
+POLICIES = PolicyRegistry("policy", group="ctdr_lightning.policies")

@@ -30,11 +30,10 @@ from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.best_candidate import choose
 from ctdr_lightning.memory.search.chain import Chain, find_chain
-from ctdr_lightning.memory.simulator.simulator import Simulator
-from ctdr_lightning.memory.traces.trace import Trace
+from ctdr_lightning.memory.simulator.prepared import Prepared
+from ctdr_lightning.memory.simulator.schedule import judge
+from ctdr_lightning.memory.simulator.timeline import Timeline
 
-MOST_STAGES = 128  # of longer chains neighbours are joined
-N_SLOTS = 500
 N_LIGHTEST = 16  # how many schedules are simulated where the least peak is looked for
 NONE, CHECKPOINT, ALL, BACKWARD = "none", "checkpoint", "all", "backward"
 _ALL_CHOICE = 0
@@ -103,7 +102,7 @@ class Table:
         return steps
 
 
-def solve(links: Sequence[Link], input_bytes: int, slot_bytes: float, n_slots: int = N_SLOTS) -> Table:
+def solve(links: Sequence[Link], input_bytes: int, slot_bytes: float, n_slots: int = 500) -> Table:
     """Fill the table of a chain.
 
     Args:
@@ -164,38 +163,54 @@ def _shift(row: np.ndarray, slots: int, *, out: np.ndarray) -> None:
         out[slots:] = row[: len(row) - slots]
 
 
-@POLICIES.register("rotor")
-def rotor(trace: Trace, budget: Budget) -> Actions:
+@dataclass(frozen=True)
+class RotorOptions:
+    """Options of ``rotor``.
+
+    Attributes:
+        n_slots: Into how many slots memory is divided.
+        most_stages: Of longer chains neighbours are joined.
+    """
+
+    # The paper's own number of slots: rounding up costs at most a stage's share of a five-hundredth.
+    n_slots: int = 500
+    # The recursion is cubic: 128 stages take half a second, 256 would take four.
+    most_stages: int = 128
+
+
+@POLICIES.register("rotor", options=RotorOptions())
+def rotor(step: Prepared, budget: Budget, options: RotorOptions) -> Timeline:
     """Find the fastest schedule of the net's chain of stages under the budget, and what of it the tape can do.
 
     Schedules for every number of slots are simulated, from the fastest on, until one fits.
     """
-    chain = find_chain(trace).coarser(MOST_STAGES)
-    room = max(Simulator(trace).peak_bytes - trace.resident_bytes, 1)
-    schedules = list(_distinct_schedules(solve(links_of(trace, chain), 0, room / N_SLOTS)))
-    candidates: list[Actions] = [{}]
-    light_enough = float(N_SLOTS)
+    chain = find_chain(step.trace).coarser(options.most_stages)
+    room = max(step.plain_peak_bytes - step.trace.resident_bytes, 1)
+    table = solve(links_of(step, chain), 0, room / options.n_slots, options.n_slots)
+    schedules = list(_distinct_schedules(table))
+    candidates: list[Actions | Timeline] = [{}]
+    light_enough = float(options.n_slots)
     for slots, steps in schedules if budget.peak_bytes is not None else ():
         if slots <= light_enough:
-            tried = _projections(chain, steps)
-            excess = min(Simulator(trace, a).peak_bytes for a in tried) - (budget.peak_bytes or 0)
+            tried = [judge(step, actions) for actions in _projections(chain, steps)]
+            excess = min(timeline.peak_bytes for timeline in tried) - (budget.peak_bytes or 0)
             candidates = [*candidates, *tried] if excess > 0 else [{}, *tried]
             if excess <= 0:
                 break
-            light_enough = min(light_enough, slots - excess / room * N_SLOTS / 2)
+            light_enough = min(light_enough, slots - excess / room * options.n_slots / 2)
     if budget.peak_bytes is None:
         simulated = schedules if budget.seconds is not None else schedules[-N_LIGHTEST:]
         candidates += [actions for _, steps in simulated for actions in _projections(chain, steps)]
-    return choose(trace, candidates, budget, "rotor", chain.note)
+    return choose(step, candidates, budget, "rotor", chain.note)
 
 
-def links_of(trace: Trace, chain: Chain) -> list[Link]:
+def links_of(step: Prepared, chain: Chain) -> list[Link]:
     """The chain in the paper's terms.
 
     What a stage's backward takes is read off the plain step, less what the stages before it hold there; what its
     forward takes in a pass that keeps nothing is what no plan can free meanwhile.
     """
-    plain, held = Simulator(trace).bytes_at(), lives_of(trace).bytes_at
+    trace, plain, held = step.trace, step.plain_bytes_at, lives_of(step).bytes_at
     links: list[Link] = []
     input_bytes, floor = 0, trace.resident_bytes
     for stage in chain.stages:

@@ -16,16 +16,16 @@ from ctdr_lightning.memory.plans.actions import Action, Actions
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.chain import Chain, find_chain
-from ctdr_lightning.memory.traces.trace import Trace
+from ctdr_lightning.memory.simulator.prepared import Prepared
 
 
-@POLICIES.register("sqrt")
-def sqrt(trace: Trace, budget: Budget) -> Actions:
+@POLICIES.register("sqrt", answers_always=True)
+def sqrt(step: Prepared, budget: Budget) -> Actions:
     """Keep the values at about the root of n cuts; drop the rest.
 
     Keep about sqrt(n) cut values of the net's chain; what else autograd saved is recomputed.
     """
-    chain = find_chain(trace)
+    chain = find_chain(step.trace)
     return segment_actions(chain, balanced_cuts(chain, math.isqrt(max(len(chain.stages), 1))))
 
 

@@ -21,20 +21,21 @@ from ctdr_lightning.memory.plans.actions import KEEP, RECOMPUTE, RECOMPUTE_EACH,
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.best_candidate import choose
-from ctdr_lightning.memory.simulator.trace_index import index_of
+from ctdr_lightning.memory.simulator.prepared import Prepared
+from ctdr_lightning.memory.simulator.timeline import Timeline
 from ctdr_lightning.memory.traces.op_kinds import is_cheap
 from ctdr_lightning.memory.traces.trace import Trace
 
 
 @POLICIES.register("superneurons")
-def superneurons(trace: Trace, budget: Budget) -> Actions:
+def superneurons(step: Prepared, budget: Budget) -> Timeline:
     """Recompute what cheap layers make, each segment the fast way where that does not set the peak.
 
     Raises:
         InfeasibleBudgetError: When neither plain autograd nor the cost-aware plan fits, nor the one that recomputes
             every segment for each use.
     """
-    segments = cheap_segments(trace)
+    trace, segments = step.trace, cheap_segments(step)
     limit = largest_working_set(trace)
     cost_aware = (RECOMPUTE if memory_cost(trace, s) <= limit else RECOMPUTE_EACH for s in segments)
     plans: tuple[Actions, ...] = (
@@ -42,12 +43,12 @@ def superneurons(trace: Trace, budget: Budget) -> Actions:
         spread(trace, segments, cost_aware),
         spread(trace, segments, (RECOMPUTE_EACH for _ in segments)),
     )
-    return choose(trace, plans, budget, "superneurons")
+    return choose(step, plans, budget, "superneurons")
 
 
-def cheap_segments(trace: Trace) -> list[list[int]]:
+def cheap_segments(step: Prepared) -> list[list[int]]:
     """The values between checkpoints: what cheap ops make, connected through the ops that make them."""
-    near = index_of(trace).near
+    trace, near = step.trace, step.index.near
     left = {v for v in trace.droppable if is_cheap(trace.ops[trace.values[v].op])}
     segments = []
     for first in sorted(left):

@@ -17,47 +17,48 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 
-from ctdr_lightning.memory.plans.actions import Action, Actions, Offload
+from ctdr_lightning.memory.plans.actions import Action, Actions, Keep, Offload
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.best_candidate import choose
 from ctdr_lightning.memory.search.layered import LayerInput, largest_link, layer_inputs
+from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.schedule import scheduled
+from ctdr_lightning.memory.simulator.timeline import Timeline
 from ctdr_lightning.memory.traces.bells import bells_of
-from ctdr_lightning.memory.traces.trace import Trace
 
 LOWER_BOUNDS = (1, 5, 20, 50, 100)  # the paper's default is 1; its users tune between 1 and 100
 SHARES = (1.0, 0.75, 0.5, 0.25)  # of the tensors on long edges, the largest first
 
 
-@POLICIES.register("tflms")
-def tflms(trace: Trace, budget: Budget) -> Actions:
+@POLICIES.register("tflms", uses=frozenset({Keep, Offload}))
+def tflms(step: Prepared, budget: Budget) -> Timeline:
     """Swap the largest tensors on long edges.
 
     Raises:
         InfeasibleBudgetError: When no choice of the two numbers fits.
     """
-    return choose(trace, _plans(trace), budget, "tflms")
+    return choose(step, _plans(step), budget, "tflms")
 
 
-def _plans(trace: Trace) -> Iterator[Actions]:
+def _plans(step: Prepared) -> Iterator[Actions]:
     yield {}
-    to = largest_link(trace)
+    to = largest_link(step.trace)
     if not to:
         return
-    inputs = sorted(layer_inputs(trace, lambda op: True), key=lambda entry: -entry.n_bytes)
+    inputs = sorted(layer_inputs(step, lambda op: True), key=lambda entry: -entry.n_bytes)
     for bound in LOWER_BOUNDS:
         far = [entry for entry in inputs if entry.needed - entry.read > bound]
         for share in SHARES:
-            yield _swapped(trace, far[: int(share * len(far))], to, bound)
+            yield _swapped(step, far[: int(share * len(far))], to, bound)
 
 
-def _swapped(trace: Trace, inputs: list[LayerInput], to: str, bound: int) -> Actions:
+def _swapped(step: Prepared, inputs: list[LayerInput], to: str, bound: int) -> Actions:
     """Swap-ins are triggered at the nearest tick that is heard at least ``bound`` before the reader."""
-    heard = sorted(bells_of(trace))
+    heard = sorted(bells_of(step.trace))
     actions: dict[int, Action] = {}
     for entry in inputs:
         place = bisect_right(heard, entry.needed - bound) - 1
         back = heard[place] if place >= 0 else entry.needed
         actions[entry.value] = Offload(to, (), entry.read, -1, min(back, entry.needed))
-    return scheduled(trace, actions)
+    return scheduled(step, actions)

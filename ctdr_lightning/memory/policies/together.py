@@ -13,53 +13,53 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ctdr_lightning.basics.errors import CTDRError
-from ctdr_lightning.memory.plans.actions import Actions
+from ctdr_lightning.memory.plans.actions import Actions, Compress, Keep, Offload, Recompute
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.best_candidate import choose
 from ctdr_lightning.memory.search.together import put_away
-from ctdr_lightning.memory.simulator.simulator import Simulator
-from ctdr_lightning.memory.traces.trace import Trace
+from ctdr_lightning.memory.simulator.prepared import Prepared
+from ctdr_lightning.memory.simulator.schedule import judge
+from ctdr_lightning.memory.simulator.timeline import Timeline
 
 RECOMPUTES = "capuchin"  # the fastest of the policies that come near the best plan of recomputation
-# How far recomputation goes before the rest is moved: not at all, half of the way to the budget, all of the way.
-STEPS = (0.0, 0.5, 1.0)
+# How far recomputation goes before the rest is moved, besides not at all: half of the way to the budget, all of it.
+STEPS = (0.5, 1.0)
 # Peaks that are tried where seconds are limited, as shares of the plain peak above what is resident.
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 
 
-@POLICIES.register("together")
-def together(trace: Trace, budget: Budget) -> Actions:
+@POLICIES.register("together", uses=frozenset({Keep, Recompute, Offload, Compress}))
+def together(step: Prepared, budget: Budget) -> Timeline:
     """Move, compress and recompute, whatever the budget asks for.
 
     Raises:
         InfeasibleBudgetError: When no plan fits.
     """
-    return choose(trace, _plans(trace, budget), budget, "together")
+    return choose(step, _plans(step, budget), budget, "together")
 
 
-def _plans(trace: Trace, budget: Budget) -> Iterator[Actions]:
+def _plans(step: Prepared, budget: Budget) -> Iterator[Actions | Timeline]:
     yield {}
+    trace = step.trace
     if not trace.links and not trace.codecs:
         return  # nothing but recomputation is possible, which other policies are for
-    plain = Simulator(trace).peak_bytes
+    plain = step.plain_peak_bytes
     above = plain - trace.resident_bytes
     limits = [trace.resident_bytes + int(share * above) for share in SHARES]
     for limit in limits if budget.peak_bytes is None else [budget.peak_bytes]:
         if limit < plain:
-            starts = list(_starts(trace, budget, plain, limit))
+            starts = list(_starts(step, budget, plain, limit))
             yield from starts
-            yield from put_away(trace, starts, limit)
+            yield from put_away(step, [start.actions for start in starts], limit)
 
 
-def _starts(trace: Trace, budget: Budget, plain: int, limit: int) -> Iterator[Actions]:
+def _starts(step: Prepared, budget: Budget, plain: int, limit: int) -> Iterator[Timeline]:
     """Plans of recomputation on the way from the plain peak to the wanted one."""
-    for step in STEPS:
-        if not step:
-            yield {}
-            continue
-        wanted = replace(budget, peak_bytes=plain - int(step * (plain - limit)), seconds=None)
+    yield judge(step, {})
+    for share in STEPS:
+        wanted = replace(budget, peak_bytes=plain - int(share * (plain - limit)), seconds=None)
         try:
-            yield POLICIES[RECOMPUTES](trace, wanted)
+            yield POLICIES[RECOMPUTES](step, wanted)
         except CTDRError:
             return  # it goes no further

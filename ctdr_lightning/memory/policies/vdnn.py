@@ -15,52 +15,53 @@ Complexity O(n log n).
 
 from __future__ import annotations
 
-from ctdr_lightning.memory.plans.actions import Actions, Offload
+from ctdr_lightning.memory.plans.actions import Actions, Keep, Offload
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.best_candidate import choose
 from ctdr_lightning.memory.search.layered import largest_link, layer_inputs
+from ctdr_lightning.memory.simulator.prepared import Prepared
+from ctdr_lightning.memory.simulator.timeline import Timeline
 from ctdr_lightning.memory.traces.op_kinds import is_convolution
-from ctdr_lightning.memory.traces.trace import Trace
 
 
-@POLICIES.register("vdnn_all")
-def vdnn_all(trace: Trace, budget: Budget) -> Actions:
+@POLICIES.register("vdnn_all", uses=frozenset({Keep, Offload}))
+def vdnn_all(step: Prepared, budget: Budget) -> Timeline:
     """Move the input of every layer.
 
     Raises:
         InfeasibleBudgetError: When that does not fit.
     """
-    return choose(trace, [_moved(trace, convolutions_alone=False)], budget, "vdnn_all")
+    return choose(step, [_moved(step, convolutions_alone=False)], budget, "vdnn_all")
 
 
-@POLICIES.register("vdnn_conv")
-def vdnn_conv(trace: Trace, budget: Budget) -> Actions:
+@POLICIES.register("vdnn_conv", uses=frozenset({Keep, Offload}))
+def vdnn_conv(step: Prepared, budget: Budget) -> Timeline:
     """Move the inputs of convolutions.
 
     Raises:
         InfeasibleBudgetError: When that does not fit.
     """
-    return choose(trace, [_moved(trace, convolutions_alone=True)], budget, "vdnn_conv")
+    return choose(step, [_moved(step, convolutions_alone=True)], budget, "vdnn_conv")
 
 
-@POLICIES.register("vdnn")
-def vdnn(trace: Trace, budget: Budget) -> Actions:
+@POLICIES.register("vdnn", uses=frozenset({Keep, Offload}))
+def vdnn(step: Prepared, budget: Budget) -> Timeline:
     """Move nothing, or the inputs of convolutions, or those of all layers: the fastest that fits.
 
     Raises:
         InfeasibleBudgetError: When none fits.
     """
-    plans: list[Actions] = [{}, _moved(trace, convolutions_alone=True), _moved(trace, convolutions_alone=False)]
-    return choose(trace, plans, budget, "vdnn")
+    plans: list[Actions] = [{}, _moved(step, convolutions_alone=True), _moved(step, convolutions_alone=False)]
+    return choose(step, plans, budget, "vdnn")
 
 
-def _moved(trace: Trace, *, convolutions_alone: bool) -> Actions:
-    to = largest_link(trace)
+def _moved(step: Prepared, *, convolutions_alone: bool) -> Actions:
+    to = largest_link(step.trace)
     if not to:
         return {}
-    inputs = layer_inputs(trace, is_convolution if convolutions_alone else lambda op: True)
-    hiding = sorted(entry.needed for entry in layer_inputs(trace, is_convolution)) or sorted(e.needed for e in inputs)
+    inputs = layer_inputs(step, is_convolution if convolutions_alone else lambda op: True)
+    hiding = sorted(entry.needed for entry in layer_inputs(step, is_convolution)) or sorted(e.needed for e in inputs)
     actions = {}
     for entry in inputs:
         ahead = max((tick for tick in hiding if tick < entry.needed), default=entry.needed)

@@ -15,28 +15,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ctdr_lightning.memory.plans.actions import Actions, Offload
+from ctdr_lightning.memory.plans.actions import Actions, Keep, Offload
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.best_candidate import choose
 from ctdr_lightning.memory.search.layered import largest_link, layer_inputs
+from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.schedule import scheduled
+from ctdr_lightning.memory.simulator.timeline import Timeline
 from ctdr_lightning.memory.traces.op_kinds import is_convolution
-from ctdr_lightning.memory.traces.trace import Trace
 
 
-@POLICIES.register("vdnn_plus")
-def vdnn_plus(trace: Trace, budget: Budget) -> Actions:
+@POLICIES.register("vdnn_plus", uses=frozenset({Keep, Offload}))
+def vdnn_plus(step: Prepared, budget: Budget) -> Timeline:
     """Move nothing, or the inputs of convolutions, or those of all layers: the fastest that fits.
 
     Raises:
         InfeasibleBudgetError: When none fits.
     """
-    return choose(trace, _plans(trace), budget, "vdnn_plus")
+    return choose(step, _plans(step), budget, "vdnn_plus")
 
 
-def _plans(trace: Trace) -> Iterator[Actions]:
+def _plans(step: Prepared) -> Iterator[Actions]:
     yield {}
-    to = largest_link(trace)
+    to = largest_link(step.trace)
     for is_layer in (is_convolution, lambda op: True) if to else ():
-        yield scheduled(trace, {entry.value: Offload(to) for entry in layer_inputs(trace, is_layer)})
+        yield scheduled(step, {entry.value: Offload(to) for entry in layer_inputs(step, is_layer)})

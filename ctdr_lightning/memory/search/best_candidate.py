@@ -8,16 +8,19 @@ from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.units import format_bytes
 from ctdr_lightning.memory.plans.actions import Actions
 from ctdr_lightning.memory.plans.budget import Budget
-from ctdr_lightning.memory.simulator.simulator import Simulator
-from ctdr_lightning.memory.traces.trace import Trace
+from ctdr_lightning.memory.simulator.prepared import Prepared
+from ctdr_lightning.memory.simulator.schedule import judge
+from ctdr_lightning.memory.simulator.timeline import Timeline
 
 
-def choose(trace: Trace, candidates: Iterable[Actions], budget: Budget, policy: str, note: str = "") -> Actions:
-    """Simulate the candidates and take the best.
+def choose(
+    step: Prepared, candidates: Iterable[Actions | Timeline], budget: Budget, policy: str, note: str = ""
+) -> Timeline:
+    """Simulate the candidates and take the best, which travels on with its timeline: nobody simulates it again.
 
     Args:
-        trace: The recorded step.
-        candidates: At least one set of actions; the first of equals wins.
+        step: The recorded step.
+        candidates: At least one set of actions, or their timelines; the first of equals wins.
         budget: Of the candidates within its limits the fastest is taken where ``peak_bytes`` is limited, else the one
             with the least peak.
         policy: Name for the error.
@@ -27,18 +30,18 @@ def choose(trace: Trace, candidates: Iterable[Actions], budget: Budget, policy: 
         InfeasibleBudgetError: When no candidate fits.
     """
     best: tuple[float, float] | None = None
-    chosen: Actions = {}
+    chosen: Timeline | None = None
     least_peak = 0
-    for actions in candidates:
-        simulator = Simulator(trace, actions)
-        peak, seconds = simulator.peak_bytes, simulator.seconds
+    for candidate in candidates:
+        timeline = candidate if isinstance(candidate, Timeline) else judge(step, candidate)
+        peak, seconds = timeline.peak_bytes, timeline.seconds
         least_peak = min(least_peak or peak, peak)
         if peak > _or_infinite(budget.peak_bytes) or seconds > _or_infinite(budget.seconds):
             continue
         score = (peak, seconds) if budget.peak_bytes is None else (seconds, peak)
         if best is None or score < best:
-            best, chosen = score, actions
-    if best is None:
+            best, chosen = score, timeline
+    if chosen is None:
         raise _infeasible(least_peak, budget, policy, note)
     return chosen
 

@@ -9,7 +9,7 @@ from ctdr_lightning.memory.plans.actions import RECOMPUTE_EACH, Actions
 from ctdr_lightning.memory.search.frontier import Point
 from ctdr_lightning.memory.search.local_search import Search
 from ctdr_lightning.memory.search.rounding import relaxed_plans
-from ctdr_lightning.memory.traces.trace import Trace
+from ctdr_lightning.memory.simulator.prepared import Prepared
 
 # The relaxation is solved at the budget and at lower ones, by these shares of the plain peak above the weights: where
 # replays set the peak, a plan for less fits after fewer repairs. On nine nets at six budgets the best start had margin
@@ -30,23 +30,22 @@ class Fastest:
     """A search for the fastest plan under one peak.
 
     Args:
-        trace: The step.
+        step: The step.
         search: Where plans are tried.
         limit_bytes: Largest peak, weights included.
-        bound_s: ``lower_bound_seconds(trace, limit_bytes)`` where that is known.
 
     Attributes:
         bound_s: No plan under the peak is faster.
 
     Example:
-        ``Fastest(trace, Search(trace), limit).run().seconds``
+        ``Fastest(step, Search(step), limit).run().seconds``
     """
 
-    def __init__(self, trace: Trace, search: Search, limit_bytes: int, bound_s: float | None = None) -> None:
-        self._trace = trace
+    def __init__(self, step: Prepared, search: Search, limit_bytes: int) -> None:
+        self._step = step
         self._search = search
         self._limit = limit_bytes
-        self.bound_s = lower_bound_seconds(trace, limit_bytes) if bound_s is None else bound_s
+        self.bound_s = lower_bound_seconds(step, limit_bytes)
 
     @property
     def found(self) -> Point | None:
@@ -71,7 +70,7 @@ class Fastest:
         search.allow(RIVALS_SHARE)
         self.polish(rivals)
         if self.found is None:
-            self.polish([{}, dict.fromkeys(sorted(self._trace.droppable), RECOMPUTE_EACH)])
+            self.polish([{}, dict.fromkeys(sorted(self._step.trace.droppable), RECOMPUTE_EACH)])
         if self.found is None:
             search.allow(DEEPEN_SHARE)
             search.deepen(lambda point: point.peak_bytes <= self._limit)
@@ -84,7 +83,7 @@ class Fastest:
     def start(self, margins: Iterable[float] = MARGINS, gap: float = NO_GAP) -> None:
         """Round the relaxation at budgets lower by these margins; polish each plan, until the gap is so small."""
         if self.bound_s < float("inf"):
-            self.polish(relaxed_plans(self._trace, self._search.plain_bytes, self._limit, margins, THRESHOLDS), gap)
+            self.polish(relaxed_plans(self._step, self._limit, margins, THRESHOLDS), gap)
 
     def polish(self, starts: Iterable[Actions], gap: float = NO_GAP) -> None:
         """Polish plans, until the gap is so small or the allowed work is done."""
@@ -96,12 +95,12 @@ class Fastest:
                 return
 
 
-def smallest_within(trace: Trace, search: Search, seconds: float) -> Point:
+def smallest_within(step: Prepared, search: Search, seconds: float) -> Point:
     """The plan with the least peak that takes no longer, by halving the peaks between the least and the plain one."""
-    low, high = trace.resident_bytes, int(search.plain_bytes.max(initial=trace.resident_bytes))
+    low, high = step.trace.resident_bytes, step.plain_peak_bytes
     for _ in range(N_HALVINGS):
         middle = (low + high) // 2
-        attempt = Fastest(trace, search, middle)
+        attempt = Fastest(step, search, middle)
         if attempt.bound_s <= seconds:
             attempt.start(QUICK_MARGINS)
             if attempt.found is None:

@@ -5,27 +5,22 @@ from __future__ import annotations
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.units import format_bytes, format_roomy, format_seconds
 from ctdr_lightning.memory.plans.plan import Plan
-from ctdr_lightning.memory.simulator.simulator import Simulator
 from ctdr_lightning.memory.simulator.timeline import Timeline
-from ctdr_lightning.memory.traces.trace import Trace
 
 _NEARLY = 1.1
 
 
-def infeasible(
-    trace: Trace, best: Plan, budget_bytes: int, policy: str, least_bytes: int, asked: str = ""
-) -> InfeasibleBudgetError:
+def infeasible(best: Plan, budget_bytes: int, policy: str, least_bytes: int, asked: str = "") -> InfeasibleBudgetError:
     """The error for a budget that a policy cannot meet.
 
     Args:
-        trace: The recorded step.
         best: The plan that comes closest to the budget, of all policies.
         budget_bytes: The budget.
         policy: The policy that was asked.
         least_bytes: The least peak that it finds.
         asked: The budget as the user wrote it; empty for its bytes.
     """
-    timeline = Simulator(trace, best.actions).timeline()
+    timeline = best.timeline
     fits = best.peak_bytes <= budget_bytes
     least = f"its least peak is {format_bytes(least_bytes)}"
     if policy != best.policy and not fits:

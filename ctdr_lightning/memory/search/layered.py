@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.simulator import Simulator
 from ctdr_lightning.memory.traces.facts import facts_of
 from ctdr_lightning.memory.traces.trace import OpRecord, Trace
@@ -27,8 +28,9 @@ class LayerInput:
     n_bytes: int
 
 
-def layer_inputs(trace: Trace, is_layer: Callable[[OpRecord], bool]) -> list[LayerInput]:
+def layer_inputs(step: Prepared, is_layer: Callable[[OpRecord], bool]) -> list[LayerInput]:
     """The saved values that can be moved and that a layer's forward reads, in the order of the forward."""
+    trace = step.trace
     read: dict[int, int] = {}
     chosen: set[int] = set()
     for index in trace.forward_ops:
@@ -37,7 +39,7 @@ def layer_inputs(trace: Trace, is_layer: Callable[[OpRecord], bool]) -> list[Lay
             read[value] = op.tick
             if is_layer(op):
                 chosen.add(value)
-    simulator, facts = Simulator(trace), facts_of(trace)
+    simulator, facts = Simulator(step), facts_of(trace)
     found = []
     for value in sorted(chosen):
         needed = simulator.needed(value)[0] if facts[value].movable else None

@@ -20,6 +20,7 @@ from ctdr_lightning.memory.plans.actions import Actions
 from ctdr_lightning.memory.search.frontier import CHOICES, Frontier, Point
 from ctdr_lightning.memory.search.moves import Moves
 from ctdr_lightning.memory.simulator.journal import Trial
+from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.simulator import Simulator
 from ctdr_lightning.memory.traces.trace import Trace
 
@@ -48,7 +49,7 @@ class Search:
     """A search for the best plans of one trace.
 
     Args:
-        trace: The step.
+        step: The step.
         seed: Seed of the random changes.
         allowance: Work that may be done; see ``work``.
         expired: Safety stop. When it fires, the result depends on the machine's speed.
@@ -62,19 +63,18 @@ class Search:
 
     def __init__(
         self,
-        trace: Trace,
+        step: Trace | Prepared,
         seed: int = 0,
         allowance: float = 300_000,
         expired: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._simulator = Simulator(trace)
+        self._simulator = Simulator(step)
         self._moves = Moves(self._simulator)
-        self._resident_bytes = trace.resident_bytes
+        self._resident_bytes = self._simulator.trace.resident_bytes
         self._random = random.Random(seed)
         self._expired = expired
         self._allowance = allowance
         self._stop_work = allowance
-        self.plain_bytes = self._simulator.bytes_at().copy()
         self.frontier = Frontier(self._moves.items, self._moves.default)
         self._note()
 

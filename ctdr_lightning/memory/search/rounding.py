@@ -15,12 +15,11 @@ import numpy as np
 
 from ctdr_lightning.memory.bounds.staged_program import StagedProgram, choose_ticks, lives_of
 from ctdr_lightning.memory.plans.actions import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action
-from ctdr_lightning.memory.traces.trace import Trace
+from ctdr_lightning.memory.simulator.prepared import Prepared
 
 
 def relaxed_plans(
-    trace: Trace,
-    plain_bytes: np.ndarray,
+    step: Prepared,
     budget_bytes: int,
     margins: Iterable[float],
     thresholds: Iterable[float],
@@ -29,8 +28,7 @@ def relaxed_plans(
     """Solve the relaxation at the budget and at lower ones; round each solution at each threshold.
 
     Args:
-        trace: The recorded step.
-        plain_bytes: Bytes of the plain step at each tick.
+        step: The recorded step.
         budget_bytes: The budget.
         margins: By how much to lower the budget, as shares of the plain peak above the weights, rising.
         thresholds: From which share on a value is held.
@@ -39,9 +37,9 @@ def relaxed_plans(
     Yields:
         Plans of which each differs from those before; none where even the relaxation has no solution.
     """
-    lives = lives_of(trace)
+    trace, plain_bytes, lives = step.trace, step.plain_bytes_at, lives_of(step)
     seen: list[dict[int, Action]] = []
-    unit = int(plain_bytes.max(initial=trace.resident_bytes)) - trace.resident_bytes
+    unit = step.plain_peak_bytes - trace.resident_bytes
     for margin in margins:
         limit = int(budget_bytes - margin * unit)
         program = StagedProgram(trace, choose_ticks(trace, plain_bytes, limit, n_ticks), limit, lives)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ctdr_lightning.memory.plans.actions import Action, Actions, Compress, Offload, Recompute, action_of
+from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.schedule import scheduled
 from ctdr_lightning.memory.simulator.simulator import Simulator
 from ctdr_lightning.memory.traces.facts import Facts, facts_of
@@ -43,27 +44,28 @@ def _best_codec(costs: Iterable[CodecCost], facts: Facts) -> str | None:
     return None if best is None else best.name
 
 
-def put_away(trace: Trace, starts: Iterable[Actions], limit_bytes: int) -> Iterator[Actions]:
+def put_away(step: Prepared, starts: Iterable[Actions], limit_bytes: int) -> Iterator[Actions]:
     """Plans that also move and compress, for a peak.
 
     Args:
-        trace: The recorded step, with the links and codecs that may be used; without any nothing is yielded.
+        step: The recorded step, with the links and codecs that may be used; without any nothing is yielded.
         starts: Plans of keep and recompute to go on from.
         limit_bytes: The peak that is wanted.
 
     Yields:
         Plans, their ticks settled; also such that do not fit after all.
     """
+    trace = step.trace
     codecs = free_codecs(trace)
     if not codecs and not trace.links:
         return
     for start in starts:
         smaller = _with_codecs(trace, start, codecs)
-        if Simulator(trace, smaller).peak_bytes <= limit_bytes:
+        if Simulator(step, smaller).peak_bytes <= limit_bytes:
             yield smaller
             continue
         for link in trace.links:
-            yield _send_until_it_fits(trace, smaller, link.to, limit_bytes)
+            yield _send_until_it_fits(step, smaller, link.to, limit_bytes)
         yield smaller
 
 
@@ -73,12 +75,13 @@ def _with_codecs(trace: Trace, start: Actions, codecs: dict[int, Action]) -> dic
     return dict(start) | kept
 
 
-def _send_until_it_fits(trace: Trace, start: dict[int, Action], to: str, limit_bytes: int) -> dict[int, Action]:
+def _send_until_it_fits(step: Prepared, start: dict[int, Action], to: str, limit_bytes: int) -> dict[int, Action]:
     """Send what is live at the peak away, until the peak fits or nothing helps."""
-    least = WORTH_MOVING * (Simulator(trace).peak_bytes - trace.resident_bytes)
+    trace = step.trace
+    least = WORTH_MOVING * (step.plain_peak_bytes - trace.resident_bytes)
     left = [v for v in trace.saved if _can_go(trace, start, v) and trace.value_bytes(v) >= least]
     actions, best = dict(start), dict(start)
-    simulator = Simulator(trace, actions)
+    simulator = Simulator(step, actions)
     best_peak = simulator.peak_bytes
     for _ in range(ROUNDS):
         if simulator.peak_bytes <= limit_bytes:
@@ -87,8 +90,8 @@ def _send_until_it_fits(trace: Trace, start: dict[int, Action], to: str, limit_b
         if not sent:
             break
         left = [v for v in left if v not in sent]
-        actions = scheduled(trace, {**_reopened(actions), **{v: Offload(to) for v in sent}})
-        simulator = Simulator(trace, actions)
+        actions = scheduled(step, {**_reopened(actions), **{v: Offload(to) for v in sent}})
+        simulator = Simulator(step, actions)
         if simulator.peak_bytes < best_peak:
             best, best_peak = actions, simulator.peak_bytes
     return best

@@ -15,7 +15,9 @@ import numpy as np
 
 from ctdr_lightning.memory.plans.actions import Action, Actions, Offload, away_values
 from ctdr_lightning.memory.simulator.away import away_bytes, link_to
+from ctdr_lightning.memory.simulator.prepared import Prepared, prepared
 from ctdr_lightning.memory.simulator.simulator import Simulator
+from ctdr_lightning.memory.simulator.timeline import Timeline
 from ctdr_lightning.memory.traces.bells import bells_of
 from ctdr_lightning.memory.traces.trace import Trace
 
@@ -24,27 +26,33 @@ from ctdr_lightning.memory.traces.trace import Trace
 SLACK = 1.25
 
 
-def scheduled(trace: Trace, actions: Actions) -> dict[int, Action]:
+def scheduled(step: Trace | Prepared, actions: Actions) -> dict[int, Action]:
     """The same actions with every tick settled.
 
     Args:
-        trace: The recorded step, with its links.
+        step: The recorded step, with its links.
         actions: By value id; an ``Offload`` may leave its ticks open.
 
     Returns:
         Actions in which no offloaded value has an open tick.
     """
+    trace = prepared(step).trace
     moved = {v: a for v, a in away_values(trace, actions).items() if isinstance(a, Offload)}
     settled = dict(actions)
     if not any(min(a.out_at, a.gone_by, a.back_at) < 0 for a in moved.values()):
         return settled
-    simulator = Simulator(trace, actions)
+    simulator = Simulator(step, actions)
     starts_s = simulator.base_starts_s()
     for to in {action.to for action in moved.values()}:
         mine = {v: a for v, a in moved.items() if a.to == to}
         sent = _send(trace, mine, starts_s)
         settled.update(_ask_back(trace, sent, simulator, starts_s))
     return settled
+
+
+def judge(step: Trace | Prepared, actions: Actions) -> Timeline:
+    """Simulate actions with every tick settled: what a plan is made of."""
+    return Simulator(step, scheduled(step, actions)).timeline()
 
 
 def _send(trace: Trace, moved: dict[int, Offload], starts_s: np.ndarray) -> dict[int, Offload]:

@@ -26,8 +26,8 @@ from ctdr_lightning.memory.simulator.away import AwayEffect, away_effect, link_t
 from ctdr_lightning.memory.simulator.effect import Effect, effect_of
 from ctdr_lightning.memory.simulator.groups import Flags, Group, Groups
 from ctdr_lightning.memory.simulator.journal import Journal, Trial
-from ctdr_lightning.memory.simulator.timeline import Segments, Timeline, plain_bytes, segments_of
-from ctdr_lightning.memory.simulator.trace_index import index_of
+from ctdr_lightning.memory.simulator.prepared import Prepared, prepared
+from ctdr_lightning.memory.simulator.timeline import Segments, Timeline, segments_of
 from ctdr_lightning.memory.simulator.transfers import Transfers, Trip, play, tick_seconds
 from ctdr_lightning.memory.traces.trace import Trace
 
@@ -40,13 +40,14 @@ class Simulator:
     """The timeline of a trace under changing actions.
 
     Args:
-        trace: The step.
+        step: The step; prepared where several simulators share it.
         actions: What to start from; nothing is dropped where it says nothing.
     """
 
-    def __init__(self, trace: Trace, actions: Actions | None = None) -> None:
-        self.trace = trace
-        self.index = index_of(trace)
+    def __init__(self, step: Trace | Prepared, actions: Actions | None = None) -> None:
+        step = prepared(step)
+        self.trace = trace = step.trace
+        self.index = step.index
         self.actions: dict[int, Action] = {}
         self._groups = Groups(self.index)
         self._effects: dict[int, Effect] = {}
@@ -64,11 +65,8 @@ class Simulator:
         self._transfers: Transfers | None = None
         self._plain_s = trace.seconds
         self._recompute_s = 0.0
-        self._ends = [s.end for s in trace.storages]
-        for value in trace.saved:
-            place = trace.values[value].storage
-            self._ends[place] = max(self._ends[place], self.index.released[value])
-        self._bytes = plain_bytes(trace, self._ends)
+        self._ends = list(step.plain_ends)
+        self._bytes = step.plain_bytes_at.copy()
         self._journal = Journal({}, 0.0)
         if actions:
             self.change(actions)
@@ -386,15 +384,15 @@ class HasActions(Protocol):
         ...
 
 
-def simulate(trace: Trace, plan: HasActions | Actions | None = None) -> Timeline:
+def simulate(step: Trace | Prepared, plan: HasActions | Actions | None = None) -> Timeline:
     """Predict a step under a plan.
 
     Args:
-        trace: The recorded step.
+        step: The recorded step.
         plan: A plan, or actions by value id; None for the plain step.
 
     Returns:
         The timeline: ``peak_bytes``, ``seconds``, ``recompute_seconds``, the bytes at each tick.
     """
     actions = plan if plan is None or isinstance(plan, Mapping) else plan.actions
-    return Simulator(trace, actions).timeline()
+    return Simulator(step, actions).timeline()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ctdr_lightning.basics.remembered import Remembered
 from ctdr_lightning.memory.traces.trace import Trace
 
 UNPACK, RELEASE = 0, 1
@@ -10,8 +9,6 @@ UNPACK, RELEASE = 0, 1
 
 class TraceIndex:
     """What playing a backward needs of a trace, as plain lists: it is played very often.
-
-    It holds no reference to the trace, so that it can be remembered for as long as the trace lives.
 
     Attributes:
         n_ticks: Length of the time axis.
@@ -63,11 +60,3 @@ class TraceIndex:
             for value in called:
                 near[value] |= called if value in made else set(made)
         return [tuple(sorted(found - {value})) for value, found in enumerate(near)]
-
-
-_INDICES: Remembered[TraceIndex] = Remembered()
-
-
-def index_of(trace: Trace) -> TraceIndex:
-    """The index of a trace, prepared once."""
-    return _INDICES.get(trace, "index", lambda: TraceIndex(trace))

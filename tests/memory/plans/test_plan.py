@@ -118,7 +118,7 @@ def edited(made, edit):
 
 def test_a_plan_s_document_says_nothing_twice():
     data = json.loads(planned(TRACE, everything_dropped(TRACE)).to_json())
-    assert set(data) == {"kind", "version", "policy", "budget_bytes", "bound_seconds", "actions", "trace"}
+    assert set(data) == {"kind", "version", "policy", "budget_bytes", "bound_seconds", "options", "actions", "trace"}
 
 
 def test_an_edited_action_changes_everything_that_follows_from_it():
@@ -204,8 +204,8 @@ def test_policies_by_name_and_as_callables():
     with pytest.raises(ConfigError, match="policy"):
         plan(TRACE, policy="unknown")
 
-    def mine(trace, budget):
-        return dict.fromkeys(trace.saved, RECOMPUTE)
+    def mine(step, budget):
+        return dict.fromkeys(step.trace.saved, RECOMPUTE)
 
     made = plan(TRACE, policy=mine)
     assert made.policy == "mine"

@@ -5,17 +5,16 @@ import pytest
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.memory import POLICIES, Budget, Trace, plan, simulate
 from ctdr_lightning.memory.bounds.lower_bound import lower_bound_seconds
-from ctdr_lightning.memory.policies.auto import auto
 from ctdr_lightning.memory.search.fastest import NO_GAP
 from tests.memory.graphs import GRAPHS, graph_trace
-from tests.memory.policies.test_conformance import CLOCKED, benched
+from tests.memory.policies.test_conformance import benched
 
 TRACES = {
     **{name: lambda nodes=nodes: graph_trace(nodes) for name, nodes in GRAPHS.items()},
     **{name: lambda name=name: benched(name)[2] for name in ("R", "T", "DenseNet-like", "no chain")},
 }
 SHARES = (0.95, 0.8, 0.65, 0.5, 0.4, 0.3)
-others = [name for name in POLICIES if name not in CLOCKED | {"auto", "keep"}]
+others = [name for name, policy in POLICIES.items() if not (policy.clocked or policy.asks_others) and name != "keep"]
 
 
 def at(trace, share):
@@ -27,10 +26,10 @@ def test_it_is_no_worse_than_any_other(name):
     trace = TRACES[name]()
     for share in SHARES:
         budget = Budget(peak_bytes=at(trace, share))
-        mine = simulate(trace, auto(trace, budget))
+        mine = simulate(trace, POLICIES["auto"](trace, budget).actions)
         for policy in others:
             try:
-                other = simulate(trace, POLICIES[policy](trace, budget))
+                other = simulate(trace, POLICIES[policy](trace, budget).actions)
             except InfeasibleBudgetError:
                 continue
             if other.peak_bytes <= budget.peak_bytes:
@@ -47,7 +46,7 @@ def test_less_memory_takes_no_less_time(name):
     before = 0.0
     for percent in range(100, 20, -10):
         budget = at(trace, percent / 100)
-        found = simulate(trace, auto(trace, Budget(peak_bytes=budget)))
+        found = simulate(trace, POLICIES["auto"](trace, Budget(peak_bytes=budget)).actions)
         if found.peak_bytes > budget:
             break
         assert found.seconds >= before * (1 - 0.005)
@@ -62,10 +61,10 @@ def test_it_is_near_the_optimum(name):
     for share in (0.8, 0.6):
         budget = Budget(peak_bytes=at(trace, share), time_limit_s=2.0)
         try:
-            exact = simulate(trace, POLICIES["checkmate"](trace, budget))
+            exact = simulate(trace, POLICIES["checkmate"](trace, budget).actions)
         except InfeasibleBudgetError:
             continue
-        found = simulate(trace, auto(trace, Budget(peak_bytes=budget.peak_bytes)))
+        found = simulate(trace, POLICIES["auto"](trace, Budget(peak_bytes=budget.peak_bytes)).actions)
         assert found.peak_bytes <= budget.peak_bytes
         assert found.seconds <= 1.03 * exact.seconds
         if name in ("R", "T"):
@@ -76,22 +75,22 @@ def test_with_seconds_the_peak_is_made_small():
     trace = benched("T")[2]
     peaks = []
     for slowdown in (1.0, 1.05, 1.1, 1.3):
-        found = simulate(trace, auto(trace, Budget(seconds=slowdown * trace.seconds)))
+        found = simulate(trace, POLICIES["auto"](trace, Budget(seconds=slowdown * trace.seconds)).actions)
         assert found.seconds <= slowdown * trace.seconds
         peaks.append(found.peak_bytes)
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[-1] < 0.75 * peaks[0]
-    least = simulate(trace, auto(trace, Budget(peak_bytes=peaks[-1])))
+    least = simulate(trace, POLICIES["auto"](trace, Budget(peak_bytes=peaks[-1])).actions)
     assert least.seconds <= 1.3 * trace.seconds
 
 
 def test_without_a_budget_everything_is_kept():
-    assert auto(benched("T")[2], Budget()) == {}
+    assert POLICIES["auto"](benched("T")[2], Budget()).actions == {}
 
 
 def test_what_does_not_fit_gives_the_least_peak():
     trace = benched("no chain")[2]
-    closest = simulate(trace, auto(trace, Budget(peak_bytes=trace.resident_bytes + 1)))
+    closest = simulate(trace, POLICIES["auto"](trace, Budget(peak_bytes=trace.resident_bytes + 1)).actions)
     with pytest.raises(InfeasibleBudgetError, match="least peak") as found:
         plan(trace, trace.resident_bytes + 1)
     assert found.value.least_peak_bytes == closest.peak_bytes
@@ -101,17 +100,17 @@ def test_a_third_party_policy_is_looked_at_too():
     trace = graph_trace(GRAPHS["residual"])
     asked = []
 
-    def mine(trace, budget):
-        asked.append(budget)
+    def mine(step, budget):
+        asked.append((step.trace, budget))
         raise InfeasibleBudgetError("nothing")
 
     with POLICIES.temporarily({"mine": mine}):
-        auto(trace, Budget(peak_bytes=at(trace, 0.5)))
-    assert asked == [Budget(peak_bytes=at(trace, 0.5))]
+        POLICIES["auto"](trace, Budget(peak_bytes=at(trace, 0.5)))
+    assert asked == [(trace, Budget(peak_bytes=at(trace, 0.5)))]
 
 
 def test_an_answer_does_not_depend_on_what_was_asked_before():
     trace = Trace.from_json(TRACES["R"]().to_json())
     tight, usual = (Budget(peak_bytes=at(trace, share)) for share in (0.2, 0.8))
-    auto(trace, tight)
-    assert auto(trace, usual) == auto(Trace.from_json(trace.to_json()), usual)
+    POLICIES["auto"](trace, tight)
+    assert POLICIES["auto"](trace, usual).actions == POLICIES["auto"](Trace.from_json(trace.to_json()), usual).actions

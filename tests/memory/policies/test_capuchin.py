@@ -5,17 +5,17 @@ from itertools import pairwise
 import pytest
 
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
-from ctdr_lightning.memory import RECOMPUTE, Budget, simulate
-from ctdr_lightning.memory.policies.capuchin import candidates_of, capuchin, take
+from ctdr_lightning.memory import POLICIES, RECOMPUTE, Budget, simulate
+from ctdr_lightning.memory.policies.capuchin import candidates_of, take
 from tests.memory.graphs import Node, chain, graph_trace, residual
 
 
 def test_the_most_memory_per_second_goes_first():
     trace = graph_trace(chain([6, 6, 6, 6, 6, 6], [1.0, 9.0, 9.0, 2.0, 9.0, 9.0]))
     peak = simulate(trace).peak_bytes
-    assert capuchin(trace, Budget(peak_bytes=peak)) == {}
-    assert capuchin(trace, Budget(peak_bytes=peak - 1)) == {0: RECOMPUTE}
-    assert capuchin(trace, Budget(peak_bytes=peak - 7)) == {0: RECOMPUTE, 3: RECOMPUTE}
+    assert POLICIES["capuchin"](trace, Budget(peak_bytes=peak)).actions == {}
+    assert POLICIES["capuchin"](trace, Budget(peak_bytes=peak - 1)).actions == {0: RECOMPUTE}
+    assert POLICIES["capuchin"](trace, Budget(peak_bytes=peak - 7)).actions == {0: RECOMPUTE, 3: RECOMPUTE}
 
 
 def test_a_tensor_whose_source_is_gone_must_make_that_too():
@@ -50,11 +50,11 @@ def test_less_memory_for_more_time_down_to_the_end():
     plain = simulate(trace).peak_bytes
     seconds = []
     for share in (1.0, 0.9, 0.8, 0.7, 0.6):
-        timeline = simulate(trace, capuchin(trace, Budget(peak_bytes=int(share * plain))))
+        timeline = simulate(trace, POLICIES["capuchin"](trace, Budget(peak_bytes=int(share * plain))).actions)
         assert timeline.peak_bytes <= share * plain
         seconds.append(timeline.seconds)
     assert all(a < b for a, b in pairwise(seconds))
-    least = simulate(trace, capuchin(trace, Budget())).peak_bytes
+    least = simulate(trace, POLICIES["capuchin"](trace, Budget()).actions).peak_bytes
     with pytest.raises(InfeasibleBudgetError) as found:
-        capuchin(trace, Budget(peak_bytes=least - 1))
+        POLICIES["capuchin"](trace, Budget(peak_bytes=least - 1))
     assert found.value.least_peak_bytes == least

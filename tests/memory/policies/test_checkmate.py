@@ -5,10 +5,8 @@ import torch
 from torch import nn
 
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
-from ctdr_lightning.memory import Budget, plan, record, simulate
+from ctdr_lightning.memory import POLICIES, Budget, plan, record, simulate
 from ctdr_lightning.memory.bounds.lower_bound import floor_bytes, lower_bound_seconds
-from ctdr_lightning.memory.policies.checkmate import checkmate
-from ctdr_lightning.memory.policies.optimal_fast import optimal_fast
 from tests.memory.graphs import GRAPHS, graph_trace
 
 QUICK = 3.0
@@ -44,7 +42,7 @@ def net_trace():
 @pytest.mark.parametrize(("share", "gap"), [(0.9, 0.01), (0.75, 0.02), (0.6, 0.1)])
 def test_plans_of_a_net_are_close_to_the_bound(net_trace, share, gap):
     budget = shared_budget(net_trace, share)
-    found = simulate(net_trace, checkmate(net_trace, Budget(peak_bytes=budget, time_limit_s=20)))
+    found = simulate(net_trace, POLICIES["checkmate"](net_trace, Budget(peak_bytes=budget, time_limit_s=20)).actions)
     assert found.peak_bytes <= budget
     assert found.seconds <= (1 + gap) * lower_bound_seconds(net_trace, budget)
 
@@ -55,7 +53,7 @@ def test_every_budget_is_kept_or_refused(name):
     for share in (1.0, 0.8, 0.6, 0.1):
         budget = Budget(peak_bytes=shared_budget(trace, share), time_limit_s=QUICK)
         try:
-            actions = checkmate(trace, budget)
+            actions = POLICIES["checkmate"](trace, budget).actions
         except InfeasibleBudgetError as error:
             assert share < 1.0
             least = error.least_peak_bytes
@@ -68,18 +66,18 @@ def test_every_budget_is_kept_or_refused(name):
 def test_it_is_no_slower_than_the_best_checkpoint_subset():
     trace = graph_trace(GRAPHS["residual"])
     budget = Budget(peak_bytes=shared_budget(trace, 0.6), time_limit_s=20)
-    ours, theirs = (simulate(trace, policy(trace, budget)) for policy in (checkmate, optimal_fast))
+    ours, theirs = (POLICIES[policy](trace, budget) for policy in ("checkmate", "optimal_fast"))
     assert ours.seconds <= theirs.seconds
 
 
 def test_without_a_limit_everything_is_kept():
-    assert checkmate(graph_trace(GRAPHS["vgg"]), Budget()) == {}
+    assert POLICIES["checkmate"](graph_trace(GRAPHS["vgg"]), Budget()).actions == {}
 
 
 def test_seconds_limit_gives_a_low_peak_within_it():
     trace = graph_trace(GRAPHS["uniform chain"])
     limit = 1.1 * trace.seconds
-    found = simulate(trace, checkmate(trace, Budget(seconds=limit, time_limit_s=12)))
+    found = simulate(trace, POLICIES["checkmate"](trace, Budget(seconds=limit, time_limit_s=12)).actions)
     assert found.seconds <= limit
     assert found.peak_bytes < 0.8 * simulate(trace).peak_bytes
 

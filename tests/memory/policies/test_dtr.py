@@ -5,8 +5,8 @@ import math
 import pytest
 
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
-from ctdr_lightning.memory import Budget, Simulator, simulate
-from ctdr_lightning.memory.policies.dtr import Projection, dtr
+from ctdr_lightning.memory import POLICIES, Budget, Prepared, Simulator, simulate
+from ctdr_lightning.memory.policies.dtr import Projection
 from tests.memory.graphs import chain, graph_trace, residual
 
 
@@ -15,30 +15,30 @@ def test_a_chain_of_n_ops_runs_in_root_n_memory_with_order_n_ops(n):
     """Theorem 3.1: N unit layers in O(sqrt N) memory and O(N) operations."""
     trace = graph_trace(chain([1] * n))
     budget = 4 * math.isqrt(n)
-    found = simulate(trace, dtr(trace, Budget(peak_bytes=budget)))
+    found = simulate(trace, POLICIES["dtr"](trace, Budget(peak_bytes=budget)).actions)
     assert found.peak_bytes <= budget < simulate(trace).peak_bytes
     assert found.recompute_seconds <= 2 * n
 
 
 def test_nothing_is_evicted_where_everything_fits():
     trace = graph_trace(residual(4))
-    assert dtr(trace, Budget(peak_bytes=simulate(trace).peak_bytes)) == {}
+    assert POLICIES["dtr"](trace, Budget(peak_bytes=simulate(trace).peak_bytes)).actions == {}
 
 
 def test_cheap_large_stale_values_go_first():
     trace = graph_trace(chain([8, 8, 8, 8, 8, 8], [5.0, 1.0, 5.0, 5.0, 5.0, 5.0]))
     plain = Simulator(trace)
-    assert list(Projection(trace, plain, plain.peak_bytes - 1).run()) == [1]
+    assert list(Projection(Prepared(trace), plain.peak_bytes - 1).run()) == [1]
     large = graph_trace(chain([8, 8, 24, 8, 8, 8]))
     plain = Simulator(large)
-    assert next(iter(Projection(large, plain, plain.peak_bytes - 1).run())) in (0, 2)
+    assert next(iter(Projection(Prepared(large), plain.peak_bytes - 1).run())) in (0, 2)
 
 
 def test_the_budget_holds_or_the_error_tells_the_least_peak():
     trace = graph_trace(residual(8))
     plain = simulate(trace).peak_bytes
     for share in (0.9, 0.7, 0.5):
-        assert simulate(trace, dtr(trace, Budget(peak_bytes=int(share * plain)))).peak_bytes <= share * plain
+        assert POLICIES["dtr"](trace, Budget(peak_bytes=int(share * plain))).peak_bytes <= share * plain
     with pytest.raises(InfeasibleBudgetError) as found:
-        dtr(trace, Budget(peak_bytes=9))
+        POLICIES["dtr"](trace, Budget(peak_bytes=9))
     assert 9 < found.value.least_peak_bytes < plain

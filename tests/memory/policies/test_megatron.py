@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from ctdr_lightning.memory import KEEP, RECOMPUTE, Budget, record, simulate
-from ctdr_lightning.memory.policies.megatron import megatron, recompute_outputs
+from ctdr_lightning.memory import KEEP, POLICIES, RECOMPUTE, Budget, record, simulate
+from ctdr_lightning.memory.policies.megatron import recompute_outputs
 from ctdr_lightning.memory.traces.op_kinds import is_attention_core, is_cheap, is_weighted
 
 WIDTH, HEADS, BATCH = 32, 4, 2
@@ -60,10 +60,10 @@ def test_it_is_much_cheaper_than_recomputing_everything():
 
 def test_levels_rise_with_the_budget_s_tightness():
     trace = traced(64)
-    assert megatron(trace, Budget(peak_bytes=simulate(trace).peak_bytes)) == {}
+    assert POLICIES["megatron"](trace, Budget(peak_bytes=simulate(trace).peak_bytes)).actions == {}
     core = recompute_outputs(trace, is_attention_core)
-    assert megatron(trace, Budget(peak_bytes=simulate(trace, core).peak_bytes)) == core
-    for actions in (core, megatron(trace, Budget())):
+    assert POLICIES["megatron"](trace, Budget(peak_bytes=simulate(trace, core).peak_bytes)).actions == core
+    for actions in (core, POLICIES["megatron"](trace, Budget()).actions):
         again = {v for v, action in actions.items() if action == RECOMPUTE}
         held = {v for v, action in actions.items() if action == KEEP}
         assert again
@@ -76,7 +76,7 @@ def test_the_residual_stream_stays():
     trace = traced(8)
     sums = {v for v in trace.saved if trace.ops[trace.values[v].op].name == "aten.add.Tensor"}
     assert sums
-    assert sums.isdisjoint(megatron(trace, Budget()))
+    assert sums.isdisjoint(POLICIES["megatron"](trace, Budget()).actions)
 
 
 def test_kinds_of_ops():

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
-from ctdr_lightning.memory import Budget, simulate
-from ctdr_lightning.memory.policies.optimal import least_peak_by_last, optimal
-from ctdr_lightning.memory.policies.optimal_fast import fastest_under, least_peak, optimal_fast
+from ctdr_lightning.memory import POLICIES, Budget, simulate
+from ctdr_lightning.memory.policies.optimal import least_peak_by_last
+from ctdr_lightning.memory.policies.optimal_fast import fastest_under, least_peak
 from tests.memory.graphs import GRAPHS, graph_trace
 from tests.memory.graphs import chain as nodes_of_chain
 
@@ -106,34 +106,36 @@ def test_refined_subset_is_never_worse():
     assert least_peak(plain(sizes)).peak_bytes <= min(s.peak_bytes for s in least_peak_by_last(plain(sizes)))
 
 
-@pytest.mark.parametrize("policy", [optimal, optimal_fast])
+@pytest.mark.parametrize("policy", ["optimal", "optimal_fast"])
 @pytest.mark.parametrize("name", GRAPHS)
 def test_policy_fits_the_budget_or_names_the_least_peak(policy, name):
     trace = graph_trace(GRAPHS[name])
     plain_peak = simulate(trace).peak_bytes
-    least = simulate(trace, policy(trace, Budget())).peak_bytes
+    choose = POLICIES[policy]
+    least = choose(trace, Budget()).peak_bytes
     for peak_bytes in {plain_peak, *range(least, plain_peak, max((plain_peak - least) // 5, 1))}:
-        found = policy(trace, Budget(peak_bytes=peak_bytes))
+        found = choose(trace, Budget(peak_bytes=peak_bytes)).actions
         assert simulate(trace, found).peak_bytes <= peak_bytes
-        assert found == policy(trace, Budget(peak_bytes=peak_bytes))
-    with pytest.raises(InfeasibleBudgetError, match=policy.__name__) as caught:
-        policy(trace, Budget(peak_bytes=least // 4))
+        assert found == choose(trace, Budget(peak_bytes=peak_bytes)).actions
+    with pytest.raises(InfeasibleBudgetError, match=policy) as caught:
+        choose(trace, Budget(peak_bytes=least // 4))
     assert caught.value.least_peak_bytes >= least
 
 
-@pytest.mark.parametrize("policy", [optimal, optimal_fast])
+@pytest.mark.parametrize("policy", ["optimal", "optimal_fast"])
 def test_policy_on_a_uniform_chain_saves_as_predicted(policy):
     trace = graph_trace(nodes_of_chain([64] * 36))
-    plain_peak, found = simulate(trace).peak_bytes, simulate(trace, policy(trace, Budget()))
+    plain_peak, found = simulate(trace).peak_bytes, POLICIES[policy](trace, Budget())
     assert found.peak_bytes <= 0.4 * plain_peak
     assert found.recompute_seconds <= 36
-    loose = simulate(trace, policy(trace, Budget(peak_bytes=int(0.9 * plain_peak))))
+    loose = POLICIES[policy](trace, Budget(peak_bytes=int(0.9 * plain_peak)))
     assert loose.recompute_seconds < found.recompute_seconds
 
 
 def test_seconds_limit_gives_the_least_peak_within_it():
     trace = graph_trace(nodes_of_chain([64] * 16))
     limit = trace.seconds + 6
-    found = simulate(trace, optimal_fast(trace, Budget(seconds=limit)))
+    found = simulate(trace, POLICIES["optimal_fast"](trace, Budget(seconds=limit)).actions)
     assert found.seconds <= limit
-    assert simulate(trace, optimal_fast(trace, Budget())).peak_bytes < found.peak_bytes < simulate(trace).peak_bytes
+    least = POLICIES["optimal_fast"](trace, Budget())
+    assert least.peak_bytes < found.peak_bytes < simulate(trace).peak_bytes

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
-from ctdr_lightning.memory import Budget, simulate
-from ctdr_lightning.memory.policies.optimal_fast import optimal_fast
-from ctdr_lightning.memory.policies.rotor import ALL, BACKWARD, CHECKPOINT, NONE, Link, actions_of, rotor, solve
+from ctdr_lightning.memory import POLICIES, Budget, simulate
+from ctdr_lightning.memory.policies.rotor import ALL, BACKWARD, CHECKPOINT, NONE, Link, actions_of, solve
 from ctdr_lightning.memory.search.chain import find_chain
 from tests.memory.graphs import GRAPHS, chain, graph_trace
 
@@ -169,20 +168,20 @@ def test_a_hundred_stages_are_planned_at_once():
 def test_policy_fits_the_budget_or_names_the_least_peak(name):
     trace = graph_trace(GRAPHS[name])
     plain_peak = simulate(trace).peak_bytes
-    least = simulate(trace, rotor(trace, Budget())).peak_bytes
+    least = simulate(trace, POLICIES["rotor"](trace, Budget()).actions).peak_bytes
     for peak_bytes in {plain_peak, (plain_peak + least) // 2}:
-        found = rotor(trace, Budget(peak_bytes=peak_bytes))
+        found = POLICIES["rotor"](trace, Budget(peak_bytes=peak_bytes)).actions
         assert simulate(trace, found).peak_bytes <= peak_bytes
-        assert found == rotor(trace, Budget(peak_bytes=peak_bytes))
+        assert found == POLICIES["rotor"](trace, Budget(peak_bytes=peak_bytes)).actions
     with pytest.raises(InfeasibleBudgetError, match="rotor") as caught:
-        rotor(trace, Budget(peak_bytes=least // 4))
+        POLICIES["rotor"](trace, Budget(peak_bytes=least // 4))
     assert caught.value.least_peak_bytes > least // 4
 
 
 def test_policy_says_that_there_is_no_chain():
     trace = graph_trace(GRAPHS["one node"])
     with pytest.raises(InfeasibleBudgetError, match="no chain"):
-        rotor(trace, Budget(peak_bytes=1))
+        POLICIES["rotor"](trace, Budget(peak_bytes=1))
 
 
 def test_tape_takes_no_longer_than_the_schedule_where_no_stage_is_passed_thrice():
@@ -201,5 +200,5 @@ def test_tape_takes_no_longer_than_the_schedule_where_no_stage_is_passed_thrice(
 def test_mixing_kept_and_dropped_stages_beats_checkpoint_subsets():
     trace = graph_trace(GRAPHS["residual"])
     budget = Budget(peak_bytes=int(0.8 * simulate(trace).peak_bytes))
-    ours, theirs = (simulate(trace, policy(trace, budget)) for policy in (rotor, optimal_fast))
+    ours, theirs = (POLICIES[policy](trace, budget) for policy in ("rotor", "optimal_fast"))
     assert ours.seconds < theirs.seconds

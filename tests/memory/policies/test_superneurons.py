@@ -5,13 +5,12 @@ import torch
 from torch import nn
 
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
-from ctdr_lightning.memory import RECOMPUTE, RECOMPUTE_EACH, Budget, record, simulate
+from ctdr_lightning.memory import POLICIES, RECOMPUTE, RECOMPUTE_EACH, Budget, Prepared, record, simulate
 from ctdr_lightning.memory.policies.superneurons import (
     cheap_segments,
     largest_working_set,
     memory_cost,
     spread,
-    superneurons,
 )
 
 
@@ -32,7 +31,7 @@ def trace():
 
 
 def test_segments_lie_between_checkpoints(trace):
-    segments = cheap_segments(trace)
+    segments = cheap_segments(Prepared(trace))
     assert [len(s) for s in segments] == [1, 4, 4, 2]  # the last: the sum's gradient
     names = {trace.ops[trace.values[v].op].name.split(".")[1] for s in segments for v in s}
     assert "convolution" not in names
@@ -45,9 +44,9 @@ def test_l_i_is_what_an_op_reads_and_writes(trace):
 
 def test_speed_centric_where_the_segment_fits_into_the_largest_working_set(trace):
     limit = largest_working_set(trace)
-    chosen = superneurons(trace, Budget())
+    chosen = POLICIES["superneurons"](trace, Budget()).actions
     ways = set()
-    for segment in cheap_segments(trace):
+    for segment in cheap_segments(Prepared(trace)):
         want = RECOMPUTE if memory_cost(trace, segment) <= limit else RECOMPUTE_EACH
         assert {chosen[v] for v in segment if trace.values[v].saves} <= {want}
         ways.add(want)
@@ -60,10 +59,10 @@ def test_the_paper_s_result_cost_aware_has_the_peak_of_memory_centric_and_recomp
     cheap = [nn.Sigmoid(), nn.Tanh(), nn.Sigmoid(), nn.Tanh()]
     wide = [nn.Conv2d(4, 64, 3, padding=1), *cheap, nn.Conv2d(64, 4, 3, padding=1)]
     trace = counted(nn.Sequential(*narrow, *wide, *narrow), torch.randn(2, 4, 16, 16))
-    segments = cheap_segments(trace)
+    segments = cheap_segments(Prepared(trace))
     speed = simulate(trace, spread(trace, segments, [RECOMPUTE] * len(segments)))
     memory = simulate(trace, spread(trace, segments, [RECOMPUTE_EACH] * len(segments)))
-    cost_aware = simulate(trace, superneurons(trace, Budget()))
+    cost_aware = simulate(trace, POLICIES["superneurons"](trace, Budget()).actions)
     assert cost_aware.peak_bytes == memory.peak_bytes < speed.peak_bytes < simulate(trace).peak_bytes
     assert speed.recompute_seconds < cost_aware.recompute_seconds < memory.recompute_seconds
     assert speed.recompute_seconds == sum(len([v for v in s if trace.values[v].saves]) for s in segments)
@@ -71,9 +70,9 @@ def test_the_paper_s_result_cost_aware_has_the_peak_of_memory_centric_and_recomp
 
 def test_budgets(trace):
     plain = simulate(trace).peak_bytes
-    assert superneurons(trace, Budget(peak_bytes=plain)) == {}
-    least = simulate(trace, superneurons(trace, Budget())).peak_bytes
-    assert simulate(trace, superneurons(trace, Budget(peak_bytes=least))).peak_bytes == least
+    assert POLICIES["superneurons"](trace, Budget(peak_bytes=plain)).actions == {}
+    least = simulate(trace, POLICIES["superneurons"](trace, Budget()).actions).peak_bytes
+    assert simulate(trace, POLICIES["superneurons"](trace, Budget(peak_bytes=least)).actions).peak_bytes == least
     with pytest.raises(InfeasibleBudgetError) as found:
-        superneurons(trace, Budget(peak_bytes=least - 1))
+        POLICIES["superneurons"](trace, Budget(peak_bytes=least - 1))
     assert found.value.least_peak_bytes == least

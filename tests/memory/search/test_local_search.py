@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from ctdr_lightning.memory import KEEP, RECOMPUTE, RECOMPUTE_EACH, Simulator, simulate
+from ctdr_lightning.memory import KEEP, RECOMPUTE, RECOMPUTE_EACH, Prepared, Simulator, simulate
 from ctdr_lightning.memory.bounds.lower_bound import lower_bound_seconds
 from ctdr_lightning.memory.search.fastest import Fastest, smallest_within
 from ctdr_lightning.memory.search.frontier import CHOICES, Frontier
@@ -36,10 +36,10 @@ def test_it_finds_the_best_plans_of_small_graphs(nodes):
     trace = graph_trace(nodes)
     best = every_plan(trace)
     for point in best:
-        found = Fastest(trace, Search(trace), point.peak_bytes).run()
+        found = Fastest(Prepared(trace), Search(trace), point.peak_bytes).run()
         assert found.peak_bytes <= point.peak_bytes
         assert found.seconds <= 1.03 * point.seconds
-    below = Fastest(trace, Search(trace), best.least.peak_bytes - 1).run()
+    below = Fastest(Prepared(trace), Search(trace), best.least.peak_bytes - 1).run()
     assert below.peak_bytes == best.least.peak_bytes
 
 
@@ -48,7 +48,7 @@ def test_every_point_is_what_the_simulator_says(nodes):
     trace = graph_trace(nodes)
     plain = simulate(trace)
     search = Search(trace)
-    Fastest(trace, search, int(0.6 * plain.peak_bytes)).run()
+    Fastest(Prepared(trace), search, int(0.6 * plain.peak_bytes)).run()
     for point in search.frontier:
         timeline = simulate(trace, search.frontier.actions(point))
         assert (timeline.peak_bytes, pytest.approx(timeline.seconds)) == (point.peak_bytes, point.seconds)
@@ -98,7 +98,7 @@ def test_starts_are_no_worse_than_they_were():
 
 def test_a_step_without_anything_to_drop():
     trace = graph_trace([Node((), 4, saved=False)])
-    point = Fastest(trace, Search(trace), 1).run()
+    point = Fastest(Prepared(trace), Search(trace), 1).run()
     assert point.peak_bytes == simulate(trace).peak_bytes
 
 
@@ -110,7 +110,7 @@ def test_rounded_plans_are_near_the_bound_they_come_from(name):
     limit = int(0.7 * plain.max())
     bound = lower_bound_seconds(trace, limit)
     peaks = []
-    for actions in relaxed_plans(trace, plain, limit, (0.0, 0.05, 0.1), (0.5, 0.2)):
+    for actions in relaxed_plans(Prepared(trace), limit, (0.0, 0.05, 0.1), (0.5, 0.2)):
         timeline = simulate(trace, actions)
         peaks.append(timeline.peak_bytes)
         assert timeline.peak_bytes > limit or timeline.seconds >= bound * (1 - 1e-9)
@@ -121,7 +121,7 @@ def test_the_smallest_within_a_time_takes_no_longer():
     trace = graph_trace(residual(8))
     peaks = []
     for slowdown in (1.0, 1.1, 1.2, 1.4):
-        point = smallest_within(trace, Search(trace), slowdown * trace.seconds)
+        point = smallest_within(Prepared(trace), Search(trace), slowdown * trace.seconds)
         assert point.seconds <= slowdown * trace.seconds
         peaks.append(point.peak_bytes)
     assert peaks == sorted(peaks, reverse=True)
