@@ -82,16 +82,23 @@ class LinearProgram:
         bound = np.where(reduced > 0, reduced * lowest, reduced).sum() - limits @ prices
         return Solution(float(bound), found.x, float(found.fun))
 
-    def solve(self, time_limit_s: float, gap: float = 1e-4) -> Solution | None:
-        """Solve in whole numbers; None where nothing was found in time or nothing exists."""
+    def solve(self, time_limit_s: float, gap: float = 1e-4, n_nodes: int | None = None) -> Solution | None:
+        """Solve in whole numbers; None where nothing was found in time or nothing exists.
+
+        Args:
+            time_limit_s: When to stop.
+            gap: Share of the best possible cost at which to stop.
+            n_nodes: After how many nodes of the search tree to stop, whatever the clock says; None for no limit.
+        """
         if not self._costs:
             return self._empty()
+        nodes = {} if n_nodes is None else {"node_limit": n_nodes}
         found = milp(
             np.array(self._costs),
             constraints=LinearConstraint(self._matrix(), -np.inf, np.array(self.limits)),
             bounds=Bounds(np.array(self._lowest), 1.0),
             integrality=np.array(self._whole, dtype=int),
-            options={"time_limit": max(time_limit_s, 0.1), "mip_rel_gap": gap},
+            options={"time_limit": max(time_limit_s, 0.1), "mip_rel_gap": gap, **nodes},
         )
         if found.x is None:
             return None

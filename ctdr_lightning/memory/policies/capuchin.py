@@ -2,32 +2,46 @@
 
 ASPLOS 2020.
 
-Reproduced: the recomputation half. Accesses are measured in one passive step (the trace); candidates are tensors that
-    are accessed again after the peak; the one with the most memory saved per second of recomputation (MSPS) is chosen,
-    then the times of the others change: a tensor whose source is chosen must also recompute that source, and a chosen
-    tensor's source is recomputed once more for each chosen tensor that needs it; until the peak fits. Recomputation is
-    collective: what a replay passes and is still awaited is kept.
-Modelled: where the peak is, after each choice, is asked of the simulator instead of the next measured step.
-Left out: swapping.
+Reproduced: accesses are measured in one passive step (the trace); candidates are tensors that are accessed again after
+    the peak. Swapping: a tensor's free time is what lies between the end of its swap-out and the latest start of its
+    swap-in; the longest free time is chosen first, as long as it is not negative; the in-trigger is the latest access
+    before the swap-in must start, and comes earlier by a twentieth of the swap's time wherever the step still waits.
+    Recomputation: the tensor with the most memory saved per second (MSPS) is chosen, then the times of the others
+    change: a tensor whose source is chosen must also recompute that source, and a chosen tensor's source is recomputed
+    once more for each chosen tensor that needs it. It is collective: what a replay passes and is still awaited is kept.
+    Where only negative free times are left, the cheaper of exposed swap and recomputation is taken, until it fits.
+Modelled: where the peak is, after each choice, is asked of the simulator instead of the next measured step, and so is
+    the wait. Without a link there is the recomputation alone.
+Left out: nothing.
 
 Complexity O(n^2).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ctdr_lightning.memory.plans.actions import RECOMPUTE, Actions
+import numpy as np
+
+from ctdr_lightning.memory.plans.actions import RECOMPUTE, Action, Actions, Keep, Offload, Recompute
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.best_candidate import choose
+from ctdr_lightning.memory.search.layered import LayerInput, largest_link, layer_inputs
+from ctdr_lightning.memory.simulator.away import link_to
 from ctdr_lightning.memory.simulator.prepared import Prepared
+from ctdr_lightning.memory.simulator.schedule import scheduled
 from ctdr_lightning.memory.simulator.simulator import Simulator
 from ctdr_lightning.memory.simulator.timeline import Timeline
+from ctdr_lightning.memory.traces.bells import bells_of
+from ctdr_lightning.memory.traces.machine import Link
 from ctdr_lightning.memory.traces.trace import Trace
 
 _LEAST_S = 1e-9
+EARLIER = 0.05  # the paper: the in-trigger comes earlier by 5 % of the swap time
+FEEDBACK_STEPS = 20  # a whole swap's time, in steps of a twentieth
 
 
 @dataclass
@@ -54,9 +68,9 @@ class Candidate:
         return self.n_bytes / max(self.replay_s + self.extra_s, _LEAST_S)
 
 
-@POLICIES.register("capuchin")
+@POLICIES.register("capuchin", uses=frozenset({Keep, Recompute, Offload}))
 def capuchin(step: Prepared, budget: Budget) -> Timeline:
-    """Recompute the tensors that save the most memory per second until the peak fits.
+    """Swap what has the time for it, and recompute what saves the most memory per second, until the peak fits.
 
     Raises:
         InfeasibleBudgetError: When the peak does not fit although nothing is left to recompute there.
@@ -65,6 +79,13 @@ def capuchin(step: Prepared, budget: Budget) -> Timeline:
 
 
 def _plans(step: Prepared, budget: Budget) -> Iterator[Actions]:
+    yield _recomputed(step, budget)
+    if step.trace.links:
+        yield {}
+        yield from _triggered_earlier(step, _hybrid(step, budget))
+
+
+def _recomputed(step: Prepared, budget: Budget) -> Actions:
     """The one plan that fits, or where there is no limit the one with the least peak that is passed."""
     trace, simulator, chosen = step.trace, Simulator(step), dict[int, Candidate]()
     candidates = candidates_of(trace)
@@ -79,7 +100,70 @@ def _plans(step: Prepared, budget: Budget) -> Iterator[Actions]:
         simulator.change({pick.value: RECOMPUTE})
         if simulator.peak_bytes < least:
             least, best = simulator.peak_bytes, dict(simulator.actions)
-    yield best
+    return best
+
+
+def _hybrid(step: Prepared, budget: Budget) -> Actions:
+    """Swap or recompute, one tensor after the other."""
+    trace, simulator, chosen = step.trace, Simulator(step), dict[int, Candidate]()
+    candidates = candidates_of(trace)
+    link = link_to(trace, largest_link(trace))
+    starts_s = simulator.base_starts_s()
+    swaps = {e.value: e for e in layer_inputs(step, lambda op: True)}
+    actions: dict[int, Action] = {}
+    while simulator.peak_bytes > (budget.peak_bytes or 0):
+        peak = int(simulator.bytes_at().argmax())
+        idle = [e for e in swaps.values() if e.read < peak < e.needed]
+        swap = max(idle, key=lambda e: (_free_s(e, link, starts_s), -e.value), default=None)
+        there = [c for v, c in candidates.items() if v not in actions and _idle_at(trace, v, peak)]
+        again = max(there, key=lambda c: (c.msps, -c.value), default=None)
+        exposed_s = -_free_s(swap, link, starts_s) if swap is not None else float("inf")
+        if swap is not None and (again is None or exposed_s <= max(again.replay_s + again.extra_s, 0.0)):
+            del swaps[swap.value]
+            candidates.pop(swap.value, None)
+            actions[swap.value] = Offload(link.to, (), swap.read, -1, _trigger(trace, swap, link, starts_s))
+        elif again is not None:
+            swaps.pop(again.value, None)
+            take(again, candidates, chosen)
+            actions[again.value] = RECOMPUTE
+        else:
+            break
+        simulator = Simulator(step, scheduled(step, actions))
+    return actions
+
+
+def _free_s(entry: LayerInput, link: Link, starts_s: np.ndarray) -> float:
+    """Free time: from the end of the swap-out to the latest start of the swap-in."""
+    out_s, in_s = link.seconds(entry.n_bytes)
+    return float(starts_s[entry.needed] - in_s - (starts_s[entry.read + 1] + out_s))
+
+
+def _trigger(trace: Trace, entry: LayerInput, link: Link, starts_s: np.ndarray, early_s: float = 0.0) -> int:
+    """The latest tick that the tape hears before the swap-in must start."""
+    start_s = float(starts_s[entry.needed]) - link.seconds(entry.n_bytes)[1] - early_s
+    heard = sorted(tick for tick in bells_of(trace) if tick <= entry.needed)
+    place = bisect_right(heard, start_s, key=lambda tick: float(starts_s[tick])) - 1
+    return heard[max(place, 0)] if heard else entry.needed
+
+
+def _triggered_earlier(step: Prepared, actions: Actions) -> Iterator[Actions]:
+    """The plan, and the same with the triggers of what is waited for ever earlier, as feedback from step to step."""
+    trace = step.trace
+    link = link_to(trace, largest_link(trace))
+    inputs = {e.value: e for e in layer_inputs(step, lambda op: True)}
+    now: dict[int, Action] = dict(actions)
+    early: dict[int, float] = {}
+    for _ in range(FEEDBACK_STEPS):
+        settled = scheduled(step, now)
+        yield settled
+        simulator = Simulator(step, settled)
+        late = [m.value for m in simulator.transfers().moves if m.wait_s and not m.out and m.value in inputs]
+        if not late:
+            return
+        for value in late:
+            early[value] = early.get(value, 0.0) + EARLIER * link.seconds(inputs[value].n_bytes)[1]
+            back = _trigger(trace, inputs[value], link, simulator.base_starts_s(), early[value])
+            now[value] = Offload(link.to, (), inputs[value].read, -1, back)
 
 
 def candidates_of(trace: Trace) -> dict[int, Candidate]:

@@ -5,9 +5,11 @@ PPoPP 2018, arXiv 1801.04380.
 Reproduced: liveness (in the trace: nothing is held longer than someone needs it); outputs of layers with weights are
     checkpoints, what the cheap layers between them make is dropped; each such segment is recomputed speed-centric
     (once, all of it kept until its backward is done) where its memory cost is within max l_i, the largest working set
-    of a single layer, else memory-centric (again for each use), so that no segment sets the peak.
-Modelled: l_i is what one backward op reads and writes.
-Left out: the unified tensor pool (offload of the checkpoints) and the choice of convolution algorithms.
+    of a single layer, else memory-centric (again for each use), so that no segment sets the peak. Unified tensor pool:
+    the device is a cache of the checkpoints; only where it is full the least recently used one is moved to the host.
+Modelled: l_i is what one backward op reads and writes. In a forward the least recently used checkpoint is the earliest;
+    how many must go is asked of the simulator. Without a link there is no pool.
+Left out: the choice of convolution algorithms.
 
 Complexity O(n).
 """
@@ -15,19 +17,31 @@ Complexity O(n).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
-from ctdr_lightning.memory.plans.actions import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action, Actions
+from ctdr_lightning.memory.plans.actions import (
+    KEEP,
+    RECOMPUTE,
+    RECOMPUTE_EACH,
+    Action,
+    Actions,
+    Keep,
+    Offload,
+    Recompute,
+)
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.best_candidate import choose
+from ctdr_lightning.memory.search.layered import LayerInput, largest_link, layer_inputs
 from ctdr_lightning.memory.simulator.prepared import Prepared
+from ctdr_lightning.memory.simulator.schedule import scheduled
+from ctdr_lightning.memory.simulator.simulator import Simulator
 from ctdr_lightning.memory.simulator.timeline import Timeline
-from ctdr_lightning.memory.traces.op_kinds import is_cheap
+from ctdr_lightning.memory.traces.op_kinds import is_cheap, is_weighted
 from ctdr_lightning.memory.traces.trace import Trace
 
 
-@POLICIES.register("superneurons")
+@POLICIES.register("superneurons", uses=frozenset({Keep, Recompute, Offload}))
 def superneurons(step: Prepared, budget: Budget) -> Timeline:
     """Recompute what cheap layers make, each segment the fast way where that does not set the peak.
 
@@ -43,7 +57,27 @@ def superneurons(step: Prepared, budget: Budget) -> Timeline:
         spread(trace, segments, cost_aware),
         spread(trace, segments, (RECOMPUTE_EACH for _ in segments)),
     )
-    return choose(step, plans, budget, "superneurons")
+    return choose(step, (*plans, *_cached(step, plans[1], budget)), budget, "superneurons")
+
+
+def _cached(step: Prepared, actions: Actions, budget: Budget) -> Iterator[Actions]:
+    """The plan with as few checkpoints on the host as the budget allows; all of them where there is none."""
+    trace = step.trace
+    to = largest_link(trace)
+    if not to:
+        return
+    inputs = layer_inputs(step, lambda op: True)
+    held = [e for e in inputs if is_weighted(trace.ops[trace.values[e.value].op])]
+    low, high = (0, len(held)) if budget.peak_bytes is not None else (len(held), len(held))
+    while low < high:
+        middle = (low + high) // 2
+        fits = Simulator(step, _moved(step, actions, held[:middle], to)).peak_bytes <= (budget.peak_bytes or 0)
+        low, high = (low, middle) if fits else (middle + 1, high)
+    yield _moved(step, actions, held[:low], to)
+
+
+def _moved(step: Prepared, actions: Actions, inputs: Sequence[LayerInput], to: str) -> Actions:
+    return scheduled(step, {**actions, **{e.value: Offload(to) for e in inputs}})
 
 
 def cheap_segments(step: Prepared) -> list[list[int]]:

@@ -32,7 +32,7 @@ def vdnn_all(step: Prepared, budget: Budget) -> Timeline:
     Raises:
         InfeasibleBudgetError: When that does not fit.
     """
-    return choose(step, [_moved(step, convolutions_alone=False)], budget, "vdnn_all")
+    return choose(step, [moved(step, convolutions_alone=False)], budget, "vdnn_all")
 
 
 @POLICIES.register("vdnn_conv", uses=frozenset({Keep, Offload}))
@@ -42,7 +42,7 @@ def vdnn_conv(step: Prepared, budget: Budget) -> Timeline:
     Raises:
         InfeasibleBudgetError: When that does not fit.
     """
-    return choose(step, [_moved(step, convolutions_alone=True)], budget, "vdnn_conv")
+    return choose(step, [moved(step, convolutions_alone=True)], budget, "vdnn_conv")
 
 
 @POLICIES.register("vdnn", uses=frozenset({Keep, Offload}))
@@ -52,11 +52,12 @@ def vdnn(step: Prepared, budget: Budget) -> Timeline:
     Raises:
         InfeasibleBudgetError: When none fits.
     """
-    plans: list[Actions] = [{}, _moved(step, convolutions_alone=True), _moved(step, convolutions_alone=False)]
+    plans: list[Actions] = [{}, moved(step, convolutions_alone=True), moved(step, convolutions_alone=False)]
     return choose(step, plans, budget, "vdnn")
 
 
-def _moved(step: Prepared, *, convolutions_alone: bool) -> Actions:
+def moved(step: Prepared, *, convolutions_alone: bool) -> Actions:
+    """What vDNN moves, with its ticks: waited for at the layer's end, asked back one convolution ahead."""
     to = largest_link(step.trace)
     if not to:
         return {}

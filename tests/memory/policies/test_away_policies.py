@@ -1,11 +1,12 @@
 """What every policy that moves or compresses promises, on a machine that has links and codecs."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
-from ctdr_lightning.memory import POLICIES, Budget, Plan, Tape, plan, simulate
+from ctdr_lightning.memory import POLICIES, Budget, Plan, Simulator, Tape, plan, simulate
 from ctdr_lightning.memory.codecs import CODECS
 from ctdr_lightning.memory.holders import HolderOptions
 from ctdr_lightning.memory.holders.base import Holders
@@ -13,12 +14,16 @@ from ctdr_lightning.memory.plans.actions import Compress, Offload
 from ctdr_lightning.memory.search.together import free_codecs
 from ctdr_lightning.memory.traces.facts import facts_of
 from ctdr_lightning.memory.traces.machine import CodecCost, Link
-from ctdr_lightning.memory.traces.op_kinds import base_name
+from ctdr_lightning.memory.traces.op_kinds import base_name, is_weighted
 from tests.memory.harness import Bench
 from tests.memory.policies.nets import CONFORMANCE, bench_of
 from tests.memory.zoo import build
 
-MOVING = ("vdnn", "vdnn_all", "vdnn_conv", "vdnn_plus", "flashneuron", "tflms", "together")
+MOVING = (
+    "vdnn", "vdnn_all", "vdnn_conv", "vdnn_plus", "flashneuron", "tflms", "cdma", "cswap", "ocdnn", "sentinel",
+    "swapadvisor", "ssdtrain", "autotm", "together",
+)  # fmt: skip
+BOTH = ("capuchin", "superneurons")  # they recompute as well
 NETS = ("residual", "GPT-2")
 COSTS = [
     CodecCost(name, c.exact, c.needs, c.payload_bits, c.side_bits, c.drops_zeros, 1e-10, 1e-10)
@@ -53,7 +58,7 @@ def planned(trace, budget, policy):
 
 @pytest.mark.parametrize("share", [None, 0.7])
 @pytest.mark.parametrize("net", NETS)
-@pytest.mark.parametrize("policy", [*MOVING, "gist"])
+@pytest.mark.parametrize("policy", [*MOVING, *BOTH, "gist"])
 def test_plans_fit_round_trip_and_are_exact(policy, net, share, tmp_path):
     bench, plain, trace = benched(net)
     budget = limit(trace, share)
@@ -87,7 +92,7 @@ def test_auto_is_no_slower_than_any_of_them_and_faster_than_without_a_link():
     budget = Budget(peak_bytes=limit(trace, 0.5))
     best = plan(trace, budget, "auto")
     assert best.away
-    for policy in (*MOVING, "gist"):
+    for policy in (*MOVING, *BOTH, "gist"):
         other = planned(trace, budget, policy)
         assert not isinstance(other, Plan) or best.seconds <= other.seconds * (1 + 1e-9), policy
     without = trace.__class__(**{**_fields(trace), "links": (), "codecs": ()})
@@ -149,3 +154,86 @@ def test_without_links_and_codecs_they_keep_or_recompute():
     for policy in (*MOVING, "gist"):
         assert not plan(trace, None, policy).away
         assert policy in POLICIES
+
+
+def test_cdma_leaves_zeros_out_wherever_a_relu_made_the_tensor():
+    trace = benched("residual")[2]
+    facts = facts_of(trace)
+    for value, action in plan(trace, None, "cdma").away.items():
+        assert action.codecs == (("zvc",) if "zeros" in facts[value].kinds else ())
+
+
+@pytest.mark.parametrize(("s_per_byte", "pays"), [(0.0, True), (1.0, False)])
+def test_cswap_compresses_only_where_the_swap_grows_shorter(s_per_byte, pays):
+    trace = benched("residual")[2]
+    values = tuple(replace(v, zeros=0.5) for v in trace.values)
+    cost = next(c for c in EXACT if c.name == "zvc")
+    slow = replace(cost, encode_s_per_byte=s_per_byte, decode_s_per_byte=s_per_byte)
+    trace = replace(trace, values=values).with_machine([Link("host", 1e5, 1e5), Link("disk", 1e5, 1e5)], [slow])
+    codecs = {action.codecs for action in plan(trace, None, "cswap").away.values()}
+    assert (("zvc",) in codecs) == pays
+
+
+def test_ocdnn_fetches_a_layer_ahead():
+    trace = benched("residual")[2]
+    away = plan(trace, None, "ocdnn").away
+    assert any(action.back_at < simulate_needed(trace, value) for value, action in away.items())
+
+
+def simulate_needed(trace, value):
+    return Simulator(trace).needed(value)[0]
+
+
+def test_swapadvisor_sends_what_is_needed_last():
+    trace = benched("residual")[2]
+    away = plan(trace, limit(trace, 0.8), "swapadvisor").away
+    needs = {v: simulate_needed(trace, v) for v in plan(trace, None, "vdnn_all").away}
+    stayed = [tick for v, tick in needs.items() if v not in away]
+    assert max(needs, key=needs.__getitem__) in away
+    assert min(stayed) < min(needs[v] for v in away)
+
+
+def test_ssdtrain_writes_no_more_than_the_forward_hides():
+    trace = benched("GPT-2")[2]
+    away = plan(trace, None, "ssdtrain").away
+    forward_s = sum(trace.ops[i].seconds for i in trace.forward_ops)
+    rate = next(link for link in trace.links if link.to == "disk").out_bytes_per_s
+    assert away
+    assert sum(trace.value_bytes(v) for v in away) <= forward_s * rate
+
+
+def test_autotm_moves_less_than_vdnn():
+    trace = benched("residual")[2]
+    budget = limit(trace, 0.9)
+    moved = sum(trace.value_bytes(v) for v in plan(trace, budget, "autotm").away)
+    assert moved
+    for rule in ("vdnn", "vdnn_plus"):
+        other = planned(trace, Budget(peak_bytes=budget), rule)
+        assert not isinstance(other, Plan) or moved <= sum(trace.value_bytes(v) for v in other.away)
+
+
+def test_sentinel_migrates_in_intervals():
+    trace = benched("GPT-2")[2]
+    plans = [planned(trace, Budget(peak_bytes=limit(trace, share)), "sentinel") for share in (0.9, 0.8, 0.7)]
+    backs = [[action.back_at for action in made.away.values()] for made in plans if isinstance(made, Plan)]
+    assert any(len(set(ticks)) < len(ticks) for ticks in backs)
+
+
+def test_capuchin_swaps_what_has_time_and_recomputes_the_rest_on_a_slow_link():
+    trace = benched("residual")[2]
+    budget = limit(trace, 0.6)
+    fast = plan(trace.with_machine([Link("host", 1e15, 1e15), Link("disk", 1e15, 1e15)]), budget, "capuchin")
+    slow = plan(trace.with_machine([Link("host", 1e3, 1e3), Link("disk", 1e3, 1e3)]), budget, "capuchin")
+    assert fast.away
+    assert not fast.recompute_seconds
+    assert not slow.away
+    assert slow.recompute_seconds > 0
+
+
+def test_superneurons_moves_no_more_checkpoints_than_the_cache_cannot_hold():
+    trace = benched("residual")[2]
+    made_by = {v: trace.ops[trace.values[v].op] for v in trace.saved}
+    least = plan(trace.with_machine(), None, "superneurons")
+    assert all(is_weighted(made_by[v]) for v in least.away)
+    roomy = plan(trace, simulate(trace).peak_bytes, "superneurons")
+    assert not roomy.away

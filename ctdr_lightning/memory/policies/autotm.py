@@ -1,0 +1,119 @@
+"""An integer program decides where each tensor waits.
+
+Hildebrand et al., "AutoTM: Automatic Tensor Movement in Heterogeneous Memory Systems using Integer Linear Programming",
+ASPLOS 2020.
+
+Reproduced: an integer program over tensors: kept, or moved away and back; at every point of the program what is on the
+    device is at most the limit; the least time of transfers that computation does not hide is the goal; where the plan
+    takes more memory in fact than in the program, the limit is lowered and the program solved again.
+Modelled: a move is asynchronous, so that the part of its time that lies within the ops between its last read and its
+    next use is hidden; a program point is a tick of the recorded step.
+Left out: kernels that read their inputs from the slower memory in place, which a GPU's do not.
+
+Complexity: exponential at worst; a binary variable a tensor and a row a point that is above the limit. The solver stops
+    at a gap of 1 % or after a number of nodes, never by the clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+
+from ctdr_lightning.memory.bounds.linear_program import LinearProgram
+from ctdr_lightning.memory.plans.actions import Action, Actions, Keep, Offload
+from ctdr_lightning.memory.plans.budget import Budget
+from ctdr_lightning.memory.policies.registry import POLICIES
+from ctdr_lightning.memory.search.best_candidate import choose
+from ctdr_lightning.memory.search.layered import LayerInput, largest_link, layer_inputs
+from ctdr_lightning.memory.simulator.away import link_to
+from ctdr_lightning.memory.simulator.prepared import Prepared
+from ctdr_lightning.memory.simulator.schedule import SLACK, scheduled
+from ctdr_lightning.memory.simulator.simulator import Simulator
+from ctdr_lightning.memory.simulator.timeline import Timeline
+from ctdr_lightning.memory.traces.machine import Link
+
+# Nodes of the search tree: AutoTM's paper lets Gurobi run for minutes; R and GPT-2 were solved at the root.
+N_NODES = 200
+ROUNDS = 8
+# Where no peak is asked for, limits of these shares of what lies above the resident bytes are solved for.
+SHARES = (0.75, 0.5, 0.25)
+# Every transfer costs something although it is hidden, so that no more is moved than must be.
+HIDDEN_COST = 0.01
+
+
+@POLICIES.register("autotm", uses=frozenset({Keep, Offload}))
+def autotm(step: Prepared, budget: Budget) -> Timeline:
+    """Move what the integer program says.
+
+    Raises:
+        InfeasibleBudgetError: When no program's plan fits.
+    """
+    return choose(step, _plans(step, budget), budget, "autotm")
+
+
+def _plans(step: Prepared, budget: Budget) -> Iterator[Actions]:
+    yield {}
+    trace = step.trace
+    to = largest_link(trace)
+    if not to:
+        return
+    plain = step.plain_peak_bytes
+    limits = [trace.resident_bytes + int(share * (plain - trace.resident_bytes)) for share in SHARES]
+    for wanted in limits if budget.peak_bytes is None else [budget.peak_bytes]:
+        limit = wanted
+        for attempt in range(ROUNDS):
+            moved = _solved(step, link_to(trace, to), limit)
+            if moved is None:
+                break
+            actions = scheduled(step, moved)
+            yield actions
+            over = Simulator(step, actions).peak_bytes - wanted
+            if over <= 0:
+                break
+            limit -= over << attempt  # what is landing early or leaving late may need more than its own excess
+
+
+def _solved(step: Prepared, link: Link, limit_bytes: int) -> dict[int, Action] | None:
+    """What to move so that every tick takes at most so much; None where nothing does."""
+    inputs = layer_inputs(step, lambda op: True)
+    simulator = Simulator(step)
+    starts_s = simulator.base_starts_s()
+    program = LinearProgram()
+    columns = [program.variable(_cost(entry, link, starts_s), whole=True) for entry in inputs]
+    windows = [_window(entry, link, starts_s) for entry in inputs]
+    for tick, n_bytes in _points(simulator.bytes_at(), windows):
+        if n_bytes > limit_bytes:
+            away = [
+                (c, -float(e.n_bytes)) for c, e, (left, back) in zip(columns, inputs, windows, strict=True)
+                if left < tick < back
+            ]  # fmt: skip
+            program.at_most(away, float(limit_bytes - n_bytes))
+    found = program.solve(float("inf"), gap=0.01, n_nodes=N_NODES)
+    if found is None:
+        return None
+    return {e.value: Offload(link.to) for c, e in zip(columns, inputs, strict=True) if found.values[c] > 0.5}
+
+
+def _cost(entry: LayerInput, link: Link, starts_s: np.ndarray) -> float:
+    """The part of both transfers that the ops in between do not hide."""
+    both_s = sum(link.seconds(entry.n_bytes))
+    hidden_s = float(starts_s[entry.needed] - starts_s[entry.read + 1])
+    return max(both_s - hidden_s, HIDDEN_COST * both_s)
+
+
+def _window(entry: LayerInput, link: Link, starts_s: np.ndarray) -> tuple[int, int]:
+    """The ticks between which a tensor's memory is free: after its way out, before its way back begins."""
+    out_s, in_s = (SLACK * seconds for seconds in link.seconds(entry.n_bytes))
+    left = int(np.searchsorted(starts_s, starts_s[entry.read + 1] + out_s)) - 1
+    back = int(np.searchsorted(starts_s, starts_s[entry.needed] - in_s, side="right")) - 1
+    return max(left, entry.read), min(back, entry.needed)
+
+
+def _points(live: np.ndarray, windows: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """``(tick, bytes)``: of every stretch in which the same tensors may be away the tick that takes most."""
+    ticks = {0, len(live)}.union(*((left + 1, back) for left, back in windows))
+    for first, end in pairwise(sorted(tick for tick in ticks if 0 <= tick <= len(live))):
+        tick = first + int(live[first:end].argmax())
+        yield tick, int(live[tick])

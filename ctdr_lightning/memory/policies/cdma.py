@@ -1,0 +1,50 @@
+"""Layer inputs wait in host memory, their zeros left out on the way.
+
+Rhu et al., "Compressing DMA Engine: Leveraging Activation Sparsity for Training Deep Neural Networks", HPCA 2018, arXiv
+1705.01626.
+
+Reproduced: vDNN's transfers of the inputs of every layer or of convolutions, each written as a mask of a bit an element
+    and the elements that are not zero (zero-value compression), wherever a ReLU made the tensor.
+Modelled: the paper compresses in the DMA engine at no cost; here the codec runs on the device, and its time counts.
+    Without the codec ``zvc`` the plans are vDNN's.
+Left out: the engine's buffers.
+
+Complexity O(n log n).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ctdr_lightning.memory.plans.actions import Actions, Keep, Offload
+from ctdr_lightning.memory.plans.budget import Budget
+from ctdr_lightning.memory.policies.registry import POLICIES
+from ctdr_lightning.memory.policies.vdnn import moved
+from ctdr_lightning.memory.search.best_candidate import choose
+from ctdr_lightning.memory.simulator.prepared import Prepared
+from ctdr_lightning.memory.simulator.timeline import Timeline
+from ctdr_lightning.memory.traces.facts import facts_of
+from ctdr_lightning.memory.traces.trace import Trace
+
+ZERO_VALUE = "zvc"
+
+
+@POLICIES.register("cdma", uses=frozenset({Keep, Offload}))
+def cdma(step: Prepared, budget: Budget) -> Timeline:
+    """Move nothing, or the inputs of convolutions, or those of all layers, compressed: the fastest that fits.
+
+    Raises:
+        InfeasibleBudgetError: When none fits.
+    """
+    plans = [moved(step, convolutions_alone=alone) for alone in (True, False)]
+    return choose(step, [{}, *(_without_zeros(step.trace, plan) for plan in plans)], budget, "cdma")
+
+
+def _without_zeros(trace: Trace, actions: Actions) -> Actions:
+    if not any(cost.name == ZERO_VALUE for cost in trace.codecs):
+        return actions
+    facts = facts_of(trace)
+    return {
+        v: replace(a, codecs=(ZERO_VALUE,)) if isinstance(a, Offload) and "zeros" in facts[v].kinds else a
+        for v, a in actions.items()
+    }

@@ -1,0 +1,42 @@
+"""Everything lives in managed memory and is fetched a layer ahead.
+
+Awan et al., "OC-DNN: Exploiting Advanced Unified Memory Capabilities in CUDA 9 and Volta GPUs for Out-of-Core DNN
+Training", HiPC 2018.
+
+Reproduced: the inputs of all layers may leave the device as soon as their layer has read them (the eviction hint after
+    the last use), without anybody waiting for it, and are prefetched while the backward of the layer after theirs runs.
+Modelled: managed memory and its page faults as transfers over the link; a prefetch that comes late stalls.
+Left out: weights in managed memory with read-mostly advice.
+
+Complexity O(n log n).
+"""
+
+from __future__ import annotations
+
+from ctdr_lightning.memory.plans.actions import Action, Actions, Keep, Offload
+from ctdr_lightning.memory.plans.budget import Budget
+from ctdr_lightning.memory.policies.registry import POLICIES
+from ctdr_lightning.memory.search.best_candidate import choose
+from ctdr_lightning.memory.search.layered import largest_link, layer_inputs
+from ctdr_lightning.memory.simulator.prepared import Prepared
+from ctdr_lightning.memory.simulator.schedule import scheduled
+from ctdr_lightning.memory.simulator.timeline import Timeline
+
+
+@POLICIES.register("ocdnn", uses=frozenset({Keep, Offload}))
+def ocdnn(step: Prepared, budget: Budget) -> Timeline:
+    """Move nothing, or the inputs of all layers.
+
+    Raises:
+        InfeasibleBudgetError: When neither fits.
+    """
+    return choose(step, [{}, _managed(step)], budget, "ocdnn")
+
+
+def _managed(step: Prepared) -> Actions:
+    to = largest_link(step.trace)
+    inputs = layer_inputs(step, lambda op: True) if to else []
+    needs = sorted({entry.needed for entry in inputs})
+    ahead = dict(zip(needs[1:], needs[:-1], strict=True))  # when the layer after it begins its backward
+    actions: dict[int, Action] = {e.value: Offload(to, (), e.read, -1, ahead.get(e.needed, e.needed)) for e in inputs}
+    return scheduled(step, actions)
