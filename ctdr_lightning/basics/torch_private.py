@@ -100,6 +100,33 @@ for _owner, _names in _ATTRIBUTES:
             raise unusable_torch(f"no attribute {_name}", torch.__version__)
 
 
+try:
+    # Frames that Dynamo leaves alone, with all that they call.
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    _UNCOMPILED: _FrameExecStrategy | None = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+except ImportError:  # then torch's own way does
+    _UNCOMPILED = None
+
+
+class OpMode(TorchDispatchMode):
+    """A dispatch mode that sees an op for less: 6.5 us instead of 8.
+
+    torch wraps ``__torch_dispatch__`` so that ``torch.compile`` never looks into it, which costs 1.5 us an op. Here the
+    function itself is marked, once.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # asked when a subclass is made: whether to wrap
+        return _UNCOMPILED is None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own = cls.__dict__.get("__torch_dispatch__")
+        if _UNCOMPILED is not None and own is not None:
+            set_code_exec_strategy(own.__code__, _UNCOMPILED)
+
+
 def profiler_events(profiler: Any) -> list[Any]:
     """Return the raw events of a finished ``torch.profiler.profile``; its public ``events()`` drops ``[memory]``."""
     return profiler.profiler.kineto_results.events()
@@ -121,6 +148,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "NoTorchDispatch",
+    "OpMode",
     "OpOverload",
     "SetKeyExcluded",
     "TorchDispatchMode",

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ctdr_lightning.basics.devices import DeviceModel, device_model
 from ctdr_lightning.basics.errors import ConfigError
-from ctdr_lightning.basics.torch_private import FakeTensor, OpOverload, TorchDispatchMode, graph_task_id
+from ctdr_lightning.basics.torch_private import FakeTensor, OpMode, OpOverload, graph_task_id
 from ctdr_lightning.memory.recorder.call_seconds import CallSeconds
 from ctdr_lightning.memory.recorder.op_seconds import op_seconds
 from ctdr_lightning.memory.recorder.step_log import LoggedHandle, StepLog
@@ -41,7 +41,7 @@ from ctdr_lightning.memory.values.value_table import ValueTable
 REPLAY_COST_IN_LOGGED_OPS = 8
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(OpMode):
     """Logs the step that runs inside it, forward and backward.
 
     Args:
@@ -109,41 +109,40 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         backward = graph_task_id() != -1
         pin = pin_reason_of_types(tuple(types)) if types else ""
-        self.exchanged = self.exchanged or traits(func).pin == COLLECTIVE
-        self.log.unit = self._table.unit = self._paths.unit
+        if traits(func).pin == COLLECTIVE:
+            self.exchanged = True
+        log, paths = self.log, self._paths
+        log.unit = self._table.unit = paths.unit
+        log.module, log.region, log.backward = paths.path, paths.entered, backward
         clock = self._clock or self._choose_clock((*args, *kwargs.values()))
-        self.log.tick += 1
-        inputs = self.log.reads(func, args, kwargs)
+        log.tick += 1
+        inputs = log.reads(func, args, kwargs)
         if self._probe is not None:
-            self._probe.note(self.log.n_ops, func, args)
-        where: dict[str, Any] = {"module": self._paths.path, "backward": backward, "region": self._paths.entered}
+            self._probe.note(log.n_ops, func, args)
+        run = clock.run if self._online is None else self._run_pinned if backward or pin else self._run_captured
         try:
-            out, seconds, temp_bytes = self._run(func, args, kwargs, clock, capturing=not backward and not pin)
+            out, seconds, temp_bytes = run(func, args, kwargs)
         except Exception:
             # The program may catch it and go on: a guided step will then see the op as well, and it raises again.
-            self.log.ran(func, args, kwargs, inputs, (), seconds=0.0, temp_bytes=0, pin="raised an error", **where)
+            log.ran(func, args, kwargs, inputs, (), 0.0, 0, "raised an error")
             raise
         start = perf_counter()
-        rest_pin = "" if backward else self._shortcuts.note(self.log.n_ops, func, args, out)
-        self.log.ran(
-            func, args, kwargs, inputs, out, seconds=seconds, temp_bytes=temp_bytes, pin=pin, rest_pin=rest_pin, **where
-        )
+        rest_pin = "" if backward else self._shortcuts.note(log.n_ops, func, args, out)
+        log.ran(func, args, kwargs, inputs, out, seconds, temp_bytes, pin, rest_pin)
         if not backward:
-            self.log.n_training = self._paths.training
+            log.n_training = paths.training
             self._logging_s.append(perf_counter() - start)
-        if self.evictor is not None and backward:
+        elif self.evictor is not None:
             self.evictor.ran(None, [], out, seconds)
         return out
 
-    def _run(
-        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], clock: Clock, *, capturing: bool
-    ) -> Timed:
-        if self._online is None:
-            return clock.run(func, args, kwargs)
-        if capturing:
-            return self._online.call(func, self.log.tick, args, kwargs, clock)
+    def _run_captured(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Timed:
+        assert self._online is not None
+        return self._online.call(func, self.log.tick, args, kwargs, self._clock or CpuClock())
+
+    def _run_pinned(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Timed:
         self._table.overwrites(func, args, kwargs)  # a hook may write in the backward what a later replay reads
-        return clock.run(func, args, kwargs)
+        return (self._clock or CpuClock()).run(func, args, kwargs)
 
     def _choose_clock(self, args: tuple[Any, ...]) -> Clock:
         tensor = next(tensors_in(args), None)

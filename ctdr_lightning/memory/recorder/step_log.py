@@ -72,12 +72,16 @@ class StepLog:
         tick: The present time.
         live_bytes: What the step has allocated and not freed.
         unit: The FSDP unit whose forward runs; 0 outside of one.
+        module: Path of the module whose forward runs.
+        region: How many forwards of modules have begun; -1 where that is not known.
+        backward: Whether the step is in its backward.
         n_training: How many forwards of modules in training mode had begun before the last op of the forward.
     """
 
     def __init__(self) -> None:
         self.tick = self.n_training = -1
         self.unit = 0
+        self.module, self.region, self.backward = "", -1, False
         self.live_bytes = 0
         self._ops: list[tuple[Any, ...]] = []
         self._storages: list[_Storage] = []
@@ -101,7 +105,7 @@ class StepLog:
         tensors = list(tensors_in(args))
         strided = [t for t in tensors if has_storage(t)]
         self._strided = len(strided) == len(tensors)
-        return tuple(dict.fromkeys([self.value_of(t) for t in strided]))
+        return tuple(dict.fromkeys(map(self.value_of, strided)))
 
     def ran(
         self,
@@ -110,23 +114,20 @@ class StepLog:
         kwargs: dict[str, Any],
         inputs: tuple[int, ...],
         out: Any,
-        *,
         seconds: float,
         temp_bytes: int,
-        module: str,
-        backward: bool,
         pin: str = "",
         rest_pin: str = "",
-        region: int = -1,
     ) -> None:
         """Enter a call that has run; ``pin``: why it may not run again, ``rest_pin``: why later outputs stay."""
-        outs = [o if isinstance(o, Tensor) else None for o in (out if type(out) in (tuple, list) else (out,))]
-        op = traits(func)
+        op, backward = traits(func), self.backward
         if op.special:
             pin = pin or pin_reason_of_call(func, args, kwargs)
-        if not self._strided or any(o is not None and not has_storage(o) for o in outs):
+        outs, strided = _stored(out)
+        if not (strided and self._strided):
             pin = pin or "a layout without a storage"
-        self._sharded = self._sharded or self.unit != 0
+        if self.unit:
+            self._sharded = True
         if self._sharded and not backward:
             self._pin_foreign(inputs)
         for tensor in overwritten(func, args, kwargs) if op.writes else ():
@@ -134,7 +135,8 @@ class StepLog:
                 self._overwrite(tensor, pin or ("" if tensor is outs[0] else "written as a side effect"))
         rest = pin or rest_pin
         outputs = tuple([self._made(o, rest if i else pin, backward) for i, o in enumerate(outs)])
-        self._ops.append((op.name, self.tick, inputs, outputs, seconds, temp_bytes, module, backward, pin, region))
+        place = (self.module, backward, pin, self.region)
+        self._ops.append((op.name, self.tick, inputs, outputs, seconds, temp_bytes, *place))
 
     def saved(self, value: Value, tensor: Tensor) -> LoggedHandle:
         """Autograd saves a tensor: the handle to give it."""
@@ -213,7 +215,7 @@ class StepLog:
             del self._by_data[key]
 
     def _made(self, tensor: Tensor | None, pin: str, backward: bool) -> int:
-        if tensor is None or not has_storage(tensor):
+        if tensor is None:
             return -1
         storage = self._storage_of(tensor, born=self.tick)
         if storage.born == self.tick:
@@ -292,6 +294,18 @@ class StepLog:
         ops = tuple(OpRecord(*op) for op in self._ops)
         trace = Trace(ops, values, storages, n_ticks, device, resident, meta, self.n_training)
         return pin_what_cannot_wait(trace)
+
+
+def _stored(out: Any) -> tuple[list[Tensor | None], bool]:
+    """A call's results, None for those without a storage, and whether every tensor among them has one."""
+    found: list[Tensor | None] = []
+    strided = True
+    for each in out if type(out) in (tuple, list) else (out,):
+        is_tensor = isinstance(each, Tensor)
+        stored = is_tensor and has_storage(each)
+        strided = strided and stored is is_tensor
+        found.append(each if stored else None)
+    return found, strided
 
 
 def _frame_end(storage: _Storage, held_until: int, n_ticks: int) -> int:

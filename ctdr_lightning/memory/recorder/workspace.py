@@ -26,7 +26,7 @@ from ctdr_lightning.memory.recorder.profiler import memory_profiler
 from ctdr_lightning.memory.values.op_traits import traits
 from ctdr_lightning.memory.values.tensors import tensors_in
 
-_PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default")
+_PRODUCTS = {"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"}
 _PROBED = {  # from op to the positions of its batched arguments
     "aten.convolution.default": (0,),
     "aten.convolution_backward.default": (0, 1),

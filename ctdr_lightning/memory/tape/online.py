@@ -24,6 +24,7 @@ from ctdr_lightning.basics.torch_private import OpOverload
 from ctdr_lightning.memory.search.evicted import SMALL_SHARE, EvictedSet
 from ctdr_lightning.memory.tape.clock import Clock, Timed
 from ctdr_lightning.memory.values.live_bytes import LiveBytes
+from ctdr_lightning.memory.values.op_traits import traits
 from ctdr_lightning.memory.values.replay import hold_for_views, materialize
 from ctdr_lightning.memory.values.tensors import alias_of
 from ctdr_lightning.memory.values.value import Node, Value
@@ -111,7 +112,8 @@ class Online:
     def call(self, func: OpOverload, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], clock: Clock) -> Timed:
         """Run an op, capture it, make room. Returns what the clock returned."""
         node = self._table.capture(func, index, args, kwargs)
-        self._table.overwrites(func, args, kwargs)
+        if traits(func).writes:
+            self._table.overwrites(func, args, kwargs)
         timed = clock.run(func, args, kwargs)
         made = self._table.bind(node, timed[0]) if node is not None else []
         self.evictor.ran(node, [value for value in made if value is not None], timed[0], timed[1])

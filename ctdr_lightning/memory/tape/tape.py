@@ -19,8 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ctdr_lightning.basics.remembered import Remembered
 from ctdr_lightning.basics.torch_private import (
+    OpMode,
     OpOverload,
-    TorchDispatchMode,
     graph_task_id,
     pop_dispatch_mode,
     push_dispatch_mode,
@@ -47,7 +47,6 @@ from ctdr_lightning.memory.values.value_table import ValueTable
 # the recorded one could write over it meanwhile; for larger ones the tape stays awake. Means, deviations and scales of
 # channels fit in, a copy takes less than seeing one op, and the simulated peak need not know of so few bytes.
 SHIELDED_BYTES = 2**12
-_CLOCK = CpuClock()
 _DETACH = torch.ops.aten.detach.default
 _DETACH_NAME = str(_DETACH)
 
@@ -113,7 +112,7 @@ class _Listener:
         self.on = on
 
 
-class Tape(TorchDispatchMode):
+class Tape(OpMode):
     """Carry out a plan around the forward of a step; the backward may run inside or after the ``with`` block.
 
     A plan that keeps everything installs nothing.
@@ -151,6 +150,7 @@ class Tape(TorchDispatchMode):
         self._pause = CollectorPause()
         self._courier = Courier(plan.away, _own_holders(self) if holders is None else holders) if plan.away else None
         self._unseen = HigherOrderUnseen()
+        self._clock = CpuClock()
         self._index = 0
         self._counting: Evictor | None = None
         self._listener: _Listener | None = None
@@ -161,7 +161,8 @@ class Tape(TorchDispatchMode):
         if not self.plan.keeps_all:
             give = unpack if self.evictor is None else self._unpack_online
             give = give if self._courier is None else self._unpack_with_bells
-            self._listener = _Listener(saved_tensors_hooks(self._pack, give))
+            take = self._pack if self._courier is None else self._pack_with_bells
+            self._listener = _Listener(saved_tensors_hooks(take, give))
             if self.evictor is not None:
                 self.evictor.__enter__()
                 self._paths.__enter__()
@@ -245,7 +246,7 @@ class Tape(TorchDispatchMode):
         if online is None or (types and pin_reason_of_types(tuple(types))):
             return self._unplanned(func, args, kwargs)
         self._table.unit = self._paths.unit
-        return online.call(func, index, args, kwargs, _CLOCK)[0]
+        return online.call(func, index, args, kwargs, self._clock)[0]
 
     def _saves_by_itself(self, index: int) -> bool:
         """Whether a detach is autograd's own, which saves an output while we do not listen."""
@@ -327,16 +328,16 @@ class Tape(TorchDispatchMode):
         assert self.evictor is not None
         return self.evictor.fetch(handle.value) if self.diverged and type(handle) is Handle else unpack(handle)
 
-    def _pack(self, tensor: Tensor) -> Handle | Held | Belled:
-        if self.diverged and self._online is not None:
-            return Handle(self._online.pack(tensor))
-        handle = self._handle(tensor)
+    def _pack_with_bells(self, tensor: Tensor) -> Handle | Held | Belled:
+        handle = self._pack(tensor)
         line = self._lines[self._index - 1] if 0 < self._index <= self._length else None
         if line is not None and line.bell >= 0 and not self.diverged:
             return Belled(handle, line.bell)
         return handle
 
-    def _handle(self, tensor: Tensor) -> Handle | Held:
+    def _pack(self, tensor: Tensor) -> Handle | Held:
+        if self.diverged and self._online is not None:
+            return Handle(self._online.pack(tensor))
         value = self._table.known(tensor)
         if value is None:
             return Held(tensor)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ctdr_lightning.basics.torch_private import OpOverload, TorchDispatchMode
+from ctdr_lightning.basics.torch_private import OpMode, OpOverload
 from ctdr_lightning.memory.values.higher_order import HigherOrderUnseen
 from ctdr_lightning.memory.values.tensors import storage_of
 
@@ -86,7 +86,7 @@ class LiveBytes:
         _trackers.remove(self)
 
 
-class PeakMeter(TorchDispatchMode):
+class PeakMeter(OpMode):
     """Measures the true peak of what runs inside it, on a device whose allocator keeps no count.
 
     Forward, backward and replays are all seen. Storages from before the block are not counted.

@@ -99,10 +99,11 @@ _TRAITS: dict[int, OpTraits] = {}
 
 def traits(func: OpOverload) -> OpTraits:
     """The op's traits, read once; those of a higher-order operator say that it may not run again."""
-    found = _TRAITS.get(id(func))
-    if found is None:
+    try:
+        return _TRAITS[id(func)]
+    except KeyError:
         found = _TRAITS[id(func)] = OpTraits(func)
-    return found
+        return found
 
 
 def _out_of_place(func: OpOverload) -> OpOverload | None:

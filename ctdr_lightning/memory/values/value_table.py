@@ -65,7 +65,11 @@ class ValueTable:
         value = self._values.get(id(tensor))
         if value is None or value.place is None or value.place() is not tensor.untyped_storage():
             return None
-        if value.version != version_of(tensor):
+        try:  # `version_of` in place: this runs four times an op
+            version = tensor._version
+        except RuntimeError:
+            version = -1
+        if value.version != version:
             return None
         if value.node is not None and value.node.unit != self.unit:
             self.hold(value)
@@ -73,13 +77,14 @@ class ValueTable:
 
     def known(self, tensor: Tensor) -> Value | None:
         """The value of a live tensor, as ``find`` gives it, or that of a view whose own op nobody saw."""
-        return self.find(tensor) or self._find_view(tensor)
+        value = self.find(tensor)
+        if value is None:
+            base = tensor._base
+            return None if base is None else self._find_view(tensor, base)
+        return value
 
-    def _find_view(self, tensor: Tensor) -> Value | None:
+    def _find_view(self, tensor: Tensor, base: Tensor) -> Value | None:
         """The value of a view of a tensor that can be made again, by its geometry."""
-        base = tensor._base
-        if base is None:
-            return None
         whole = self.find(base)
         if whole is None or (whole.node is None and whole.away is None) or not _is_part(tensor, base):
             return None
@@ -250,7 +255,8 @@ class ValueTable:
             tensor: The output, with a storage.
             written: Whether the call wrote it in place, so that its version is about to rise.
         """
-        value = self._known_as(Value(), tensor, tensor.untyped_storage())
+        value = Value()
+        self._know(value, tensor, tensor.untyped_storage())
         value.version += written
         return value
 
@@ -259,19 +265,22 @@ class ValueTable:
         if storage is None:
             node.outs.append(None)
             return None
-        value = self._known_as(Value(node), tensor, storage)
-        node.outs.append(weakref.ref(value))
+        value = Value(node)
+        node.outs.append(self._know(value, tensor, storage))
         return value
 
-    def _known_as(self, value: Value, tensor: Tensor, storage: torch.UntypedStorage) -> Value:
-        self._values[id(tensor)] = value
+    def _know(self, value: Value, tensor: Tensor, storage: torch.UntypedStorage) -> weakref.ref[Value]:
+        """Enter a value as that of a live tensor."""
+        key = id(tensor)
+        self._values[key] = value
         value.version = version_of(tensor)
-        value.weak = TensorRef(tensor, self._on_death)
-        value.weak.key = id(tensor)
+        value.weak = weak = TensorRef(tensor, self._on_death)
+        weak.key = key
         self._read.add(storage._cdata)
         value.place = weakref.ref(storage)
-        self._unfiled.append(weakref.ref(value))
-        return value
+        owner = weakref.ref(value)
+        self._unfiled.append(owner)
+        return owner
 
     def clear(self) -> None:
         """Forget every tensor: the forward is over."""

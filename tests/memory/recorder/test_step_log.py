@@ -62,7 +62,7 @@ def test_a_log_is_in_no_cycle():
         log = StepLog()
         log.tick = 0
         x = torch.zeros(3)
-        log.ran(torch.ops.aten.zeros.default, (), {}, (), x, seconds=0, temp_bytes=0, module="", backward=False)
+        log.ran(torch.ops.aten.zeros.default, (), {}, (), x, seconds=0, temp_bytes=0)
         log.close()
         return weakref.ref(log)
 
