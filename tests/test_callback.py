@@ -43,7 +43,7 @@ def test_a_run_under_a_memory_plan_is_bit_identical_to_a_plain_one(options):
     parts.fit(parts.blobs(), max_epochs=0)
     planned = parts.blobs()
     parts.fit(planned, callback, max_epochs=2)
-    assert callback.memory.session.plan.policy == "sqrt"
+    assert callback.run.memory.session.plan.policy == "sqrt"
     assert parts.same(plain.losses, planned.losses)
     assert parts.same(plain.state_dict(), planned.state_dict())
 

@@ -107,7 +107,7 @@ def test_any_argument(arguments):
 
     def use():
         callback = CTDRCallback(**arguments)
-        callback.surgeon.decide(parts.Blobs(), strategy)
+        callback.run.surgeon.decide(parts.Blobs(), strategy)
 
     ends_well(use)
 
@@ -158,7 +158,7 @@ def resume(changed):
     module = restore(parts.Blobs(), changed["state_dict"])
     trainer = SimpleNamespace(state=SimpleNamespace(fn="fit"), global_rank=0, world_size=1)
     callback = CTDRCallback(rank=0.5, recovery=Recovery(distill={"module": "net"}), policy="keep", verbose=False)
-    callback.coach.prepare(parts.Blobs())
+    callback.run.coach.prepare(parts.Blobs())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # there is no random state in this file, which is said
         callback.on_load_checkpoint(trainer, module, copy.deepcopy(changed))

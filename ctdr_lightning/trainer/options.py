@@ -166,24 +166,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
-
-
-def read_state(state: Any, key: str, version: int) -> dict[str, Any]:
-    """The callback's entry of a checkpoint.
-
-    Raises:
-        CheckpointError: When there is none, or it is of another version.
-    """
-    callbacks = state.get("callbacks") if isinstance(state, Mapping) else None
-    own = callbacks.get(key) if isinstance(callbacks, Mapping) else None
-    if not isinstance(own, Mapping):
-        raise CheckpointError(
-            "The checkpoint was written without CTDRCallback: it holds a dense model or another run.",
-            "To start from dense weights, load them with model.load_state_dict and call fit without ckpt_path.",
-        )
-    if own.get("version") != version:
-        raise CheckpointError(
-            f"The checkpoint's CTDR state has version {own.get('version')!r}, this release reads {version}.",
-            "Use the release that wrote it.",
-        )
-    return dict(own)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import nn
@@ -23,6 +24,49 @@ _REMEDIES = {  # by rank rule: what makes it ask for less
     "energy": "Lower the energy",
     "vbmf": "Give a share such as rank=0.5",
 }
+
+
+@dataclass(frozen=True)
+class Surgery:
+    """What is decided about a model, as a checkpoint keeps it.
+
+    Attributes:
+        choices: Method and ranks of each layer; None where nothing is decided yet.
+        stages: Names of the layers that are cut together, in the order of the cuts.
+        parameters_before: Parameters of the dense model.
+    """
+
+    choices: Choices | None
+    stages: list[list[str]]
+    parameters_before: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as primitives."""
+        choices = self.choices.to_dict() if self.choices is not None else None
+        return {"choices": choices, "stages": self.stages, "parameters_before": self.parameters_before}
+
+    @classmethod
+    def from_dict(cls, state: Any) -> Surgery:
+        """Read what `to_dict` gave.
+
+        Raises:
+            CheckpointError: When it is something else.
+        """
+        given: Mapping[str, Any] = state if isinstance(state, Mapping) else {}
+        stages, counted = given.get("stages"), given.get("parameters_before")
+        good = isinstance(stages, list) and all(_are_names(names) for names in stages) and isinstance(counted, int)
+        problem = "The checkpoint's decomposition choices are damaged."
+        if not good or "choices" not in given:  # undecided choices are saved as None; an entry that is gone is damage
+            raise CheckpointError(problem, "Use an earlier one, or restore(model, path).")
+        try:
+            choices = None if given["choices"] is None else Choices.from_dict(given["choices"])
+        except ConfigError as error:
+            raise CheckpointError(problem, "Use an earlier one, or restore(model, path).") from error
+        return cls(choices, list(stages or []), int(counted or 0))
+
+
+def _are_names(names: Any) -> bool:
+    return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
 class Decomposer(Protocol):
@@ -143,43 +187,30 @@ class Surgeon:
         names = {name for names in self.stages[:stage] for name in names}
         decompose(model, choices=self.choices.only(names), progress=False)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Choices and stages as primitives."""
-        choices = self.choices.to_dict() if self.choices is not None else None
-        return {"choices": choices, "stages": self.stages, "parameters_before": self.parameters_before}
+    def surgery(self) -> Surgery:
+        """What a checkpoint keeps."""
+        return Surgery(self.choices, self.stages, self.parameters_before)
 
-    def load(self, state: Any, model_names: set[str] | None = None) -> None:
+    def load(self, state: Surgery, model_names: set[str] | None = None) -> None:
         """Take choices and stages from a checkpoint.
 
+        Args:
+            state: What `surgery` gave.
+            model_names: The model's factorized layers.
+
         Raises:
-            CheckpointError: When they are malformed, or the model's factorized layers are not among the choices.
+            CheckpointError: When the model's factorized layers are not among the choices.
         """
-        choices, stages = _read_state(state)
-        strange = (model_names or set()) - {name for names in stages for name in names}
+        strange = (model_names or set()) - {name for names in state.stages for name in names}
         if strange:
             raise CheckpointError(
                 f"checkpoint: layer {sorted(strange)[0]!r} is factorized, but its choices do not say so.",
                 "The checkpoint was altered; use an earlier one.",
             )
-        if choices is None:
+        if state.choices is None:
             return  # saved before anything was decided: this run's own decision holds
-        self.choices, self.stages = choices, stages
-        counted = state.get("parameters_before")
-        self.parameters_before = counted if isinstance(counted, int) else self.parameters_before
+        self.choices, self.stages, self.parameters_before = state.choices, state.stages, state.parameters_before
 
 
 def _tolerance(row: LayerReport) -> float:
     return math.inf if math.isnan(row.relative_error) else row.relative_error
-
-
-def _read_state(state: Any) -> tuple[Choices | None, list[list[str]]]:
-    choices = state.get("choices") if isinstance(state, Mapping) else state
-    stages = state.get("stages") if isinstance(state, Mapping) else None
-    good = isinstance(stages, list) and all(isinstance(s, list) and all(isinstance(n, str) for n in s) for s in stages)
-    problem = "The checkpoint's decomposition choices are damaged."
-    if not good or "choices" not in state:  # undecided choices are saved as None; an entry that is gone is damage
-        raise CheckpointError(problem, "Use an earlier one, or restore(model, path).")
-    try:
-        return None if choices is None else Choices.from_dict(choices), stages or []
-    except ConfigError as error:
-        raise CheckpointError(problem, "Use an earlier one, or restore(model, path).") from error

@@ -26,7 +26,7 @@ FLOORS = (
     "memory.planner",
     "memory.values", "memory.codecs", "memory.holders", "memory.tape", "memory.recorder", "memory",
     "evaluate", "joint", "recovery",
-    "trainer", "trainer.accuracy", "trainer.training_step", "trainer.reports",
+    "trainer", "trainer.accuracy", "trainer.training_step", "trainer.reports", "trainer.fit_run",
     "callback", "command_line", "cli",
 )  # fmt: skip
 PLANNING = (

@@ -6,6 +6,7 @@ from lightning.pytorch import Callback
 from ctdr_lightning import CTDRCallback, Recovery
 from ctdr_lightning.recovery import Phase
 from ctdr_lightning.trainer.accuracy.coach import Coach
+from ctdr_lightning.trainer.fit_run import FitRun
 from ctdr_lightning.trainer.structure import factorized_names
 from tests import parts
 from tests.interrupts import counting
@@ -38,7 +39,7 @@ def ours(recovery):
 
 def check_whole(callback, module, trainer):
     """What is cut is what the progress says, and the optimizer holds the model's own parameters."""
-    stages = callback.surgeon.stages[: callback.coach.progress.stage]
+    stages = callback.run.surgeon.stages[: callback.run.coach.progress.stage]
     assert factorized_names(module) == {name for names in stages for name in names}
     owned = [id(p) for o in trainer.optimizers for group in o.param_groups for p in group["params"]]
     assert not owned or sorted(owned) == sorted(id(p) for p in module.parameters())
@@ -48,7 +49,7 @@ def check_whole(callback, module, trainer):
 def undisturbed(recovery):
     module, callback = parts.blobs(), ours(recovery)
     trainer = parts.fit(module, callback, max_epochs=N_EPOCHS)
-    return module.state_dict(), callback.coach.progress, trainer
+    return module.state_dict(), callback.run.coach.progress, trainer
 
 
 def interrupted(recovery, functions, at, *callbacks):
@@ -70,9 +71,9 @@ def n_lines(recovery, functions):
 CASES = {
     "the cuts of a staged run": (STAGED, (Coach.epoch_start,)),
     "a rollback": (ROLLED_BACK, (Coach.epoch_start,)),
-    "the cut in setup": (AT_ONCE, (CTDRCallback._cut,)),
+    "the cut in setup": (AT_ONCE, (FitRun.cut,)),
     "cuts without phases": (NO_PHASES, (Coach.epoch_start,)),
-    "the measurement of the dense model": (MEASURED, (CTDRCallback._cut, Coach.train_start)),
+    "the measurement of the dense model": (MEASURED, (FitRun.cut, Coach.train_start)),
 }
 
 
@@ -89,5 +90,5 @@ def test_a_cut_is_whole_or_absent_wherever_it_is_interrupted(tmp_path, case):
         check_whole(callback, module, trainer)
         again, later = parts.blobs(), ours(recovery)
         parts.fit(again, later, max_epochs=N_EPOCHS, ckpt_path=path)
-        assert later.coach.progress == progress, at
+        assert later.run.coach.progress == progress, at
         assert parts.same(again.state_dict(), weights), at

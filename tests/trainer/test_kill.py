@@ -123,7 +123,7 @@ def train(folder, schedule, arrange=None, killers=(), saving=None):
     )  # fmt: skip
     metrics = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith(("val", "loss"))}
     assert bool(metrics) == bool(module.losses)
-    state = {"weights": module.state_dict(), "metrics": metrics, "progress": ours.coach.progress.to_dict()}
+    state = {"weights": module.state_dict(), "metrics": metrics, "progress": ours.run.coach.progress.to_dict()}
     torch.save(state, folder / f"end{trainer.global_rank}.pt")
     torch.save(torch.load(last, weights_only=True)["optimizer_states"], folder / f"moments{trainer.global_rank}.pt")
 

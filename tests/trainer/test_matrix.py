@@ -158,7 +158,7 @@ def test_only_memory_is_planned_and_every_bit_is_the_same(case):
     plain, _ = trained(case)
     callback = CTDRCallback(rank=None, policy="sqrt", verbose=False)
     planned, _ = trained(case, callback)
-    session = callback.memory.session
+    session = callback.run.memory.session
     assert session.plan.policy == "sqrt"
     first_steps = 0 if plain.automatic_optimization else 1  # there the optimizers make their state within the step
     assert sum("differed" in event for event in session.events) <= first_steps
@@ -182,7 +182,7 @@ def test_ranks_agree_when_their_weights_do_not(tmp_path):
         module = parts.blobs(seed=parts.rank())
         callback = CTDRCallback(rank="energy=0.8", policy="sqrt", recovery=RECOVERY, verbose=False)
         trainer = parts.fit(module, callback, strategy="ddp", devices=2, max_epochs=2)
-        torch.save([callback.surgeon.choices.to_dict(), module.state_dict()], folder / f"{trainer.global_rank}.pt")
+        torch.save([callback.run.surgeon.choices.to_dict(), module.state_dict()], folder / f"{trainer.global_rank}.pt")
 
     assert forks.run(train, tmp_path, ranks=2) == [0, 0]
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
@@ -368,7 +368,7 @@ def test_pytorch_lightning_as_well():
     module = Module()
     trainer.fit(module, *parts.loaders())
     assert factorized_names(module)
-    assert callback.coach.progress.reference is not None
+    assert callback.run.coach.progress.reference is not None
     assert trainer.callback_metrics["ctdr/compression"] > 1
 
 

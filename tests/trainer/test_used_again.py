@@ -75,11 +75,11 @@ def test_the_same_model_under_another_trainer_goes_on_and_its_schedule_begins_ag
     callback, module = ours("stages"), parts.blobs()
     parts.fit(module, callback, max_epochs=1)
     some = factorized_names(module)
-    assert callback.coach.progress.stage == 1
+    assert callback.run.coach.progress.stage == 1
     parts.fit(module, callback, max_epochs=3)
     assert some < factorized_names(module)
-    assert callback.coach.progress.stage == 2
-    assert callback.coach.progress.entered_epoch == 2
+    assert callback.run.coach.progress.stage == 2
+    assert callback.run.coach.progress.entered_epoch == 2
 
 
 def test_the_same_trainer_goes_on_where_it_stopped():
@@ -89,7 +89,7 @@ def test_the_same_trainer_goes_on_where_it_stopped():
         for last in epochs:
             trainer.fit_loop.max_epochs = last
             trainer.fit(module, *parts.loaders())
-        return callback.coach.progress.to_dict(), factorized_names(module)
+        return callback.run.coach.progress.to_dict(), factorized_names(module)
 
     assert run(1, 3) == run(3)
 

@@ -36,7 +36,7 @@ def test_layers_are_cut_to_what_the_budget_asks_for_and_the_optimizer_owns_them(
     assert callback.fit.budget_bytes == BUDGET
     assert callback.fit.peak_bytes <= BUDGET
     assert n_factorized(chosen) == len(callback.fit.choices.factorized) > 0
-    assert callback.memory.session.plan.peak_bytes <= BUDGET
+    assert callback.run.memory.session.plan.peak_bytes <= BUDGET
     owned = {id(p) for group in trainer.optimizers[0].param_groups for p in group["params"]}
     assert owned == {id(p) for p in chosen.parameters()}
 

@@ -25,7 +25,7 @@ class Watch(Callback):
 def run(module=None, watch=None, **options):
     callback = CTDRCallback(**{"rank": 0.4, "policy": "keep", "verbose": False, **options})
     parts.fit(module or parts.blobs(), callback, *([watch] if watch else []), max_epochs=1)
-    return callback.surgeon.report
+    return callback.run.surgeon.report
 
 
 def test_the_default_looks_at_training_batches():
@@ -77,7 +77,7 @@ def test_where_the_data_cannot_be_had_the_weights_decide_and_it_is_said(kind, wh
         warnings.simplefilter("always")
         trainer.fit(kind(), *(() if kind is NeedsSetup else parts.loaders()))
     assert any(why in str(warning.message) for warning in caught)
-    assert callback.surgeon.report.factorized
+    assert callback.run.surgeon.report.factorized
     assert trainer.state.status == "finished"
 
 
@@ -98,7 +98,7 @@ class Data(LightningDataModule):
 def test_a_data_module_serves():
     callback = CTDRCallback(rank=0.4, policy="keep", verbose=False)
     parts.quiet_trainer(callback, max_epochs=1).fit(parts.blobs(), datamodule=Data())
-    assert callback.surgeon.report.divergence >= 0
+    assert callback.run.surgeon.report.divergence >= 0
 
 
 class Gathers(parts.Blobs):
@@ -116,7 +116,7 @@ def test_two_ranks_train_the_factors_that_rank_0_found(tmp_path):
         module = Gathers()
         callback = CTDRCallback(rank=0.4, policy="keep", verbose=False)
         trainer = parts.fit(module, callback, strategy="ddp", devices=2, max_epochs=1)
-        torch.save([callback.surgeon.choices.to_dict(), module.state_dict()], folder / f"{trainer.global_rank}.pt")
+        torch.save([callback.run.surgeon.choices.to_dict(), module.state_dict()], folder / f"{trainer.global_rank}.pt")
 
     assert forks.run(train, tmp_path, ranks=2) == [0, 0]
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))

@@ -43,11 +43,11 @@ def test_stages_are_cut_in_order_of_tolerance_and_the_optimizer_follows():
     callback, watch = CTDRCallback(rank=0.5, allocate=None, recovery=STAGED, policy="keep", verbose=False), Watch()
     module = parts.blobs()
     parts.fit(module, callback, watch, max_epochs=4)
-    stages = callback.surgeon.stages
+    stages = callback.run.surgeon.stages
     assert len(stages) == 3
     assert watch.layers == [{n for stage in stages[: i + 1] for n in stage} for i in (0, 1, 2, 2)]
-    errors = {row.name: row.relative_error for row in callback.surgeon.report.factorized}
-    order = [name for stage in callback.surgeon.stages for name in stage]
+    errors = {row.name: row.relative_error for row in callback.run.surgeon.report.factorized}
+    order = [name for stage in callback.run.surgeon.stages for name in stage]
     assert order == sorted(errors, key=errors.get)
     assert watch.rates == [2e-3, 2e-3, 1e-3, 1e-3]
     kept = {name for name, _ in module.named_parameters() if name.startswith(("net.1.", "net.4."))}
@@ -94,7 +94,7 @@ def test_a_stage_that_fails_is_rolled_back_to_the_bit():
     parts.fit(parts.blobs(), Before(), callback, After(), max_epochs=4)
     assert seen["layers"] == set()
     assert seen["steps"] == [4.0] * len(seen["moments"])
-    assert callback.coach.progress.rolled_back
+    assert callback.run.coach.progress.rolled_back
 
 
 def test_a_last_stage_that_fails_at_the_end_of_training_is_rolled_back():
@@ -127,7 +127,7 @@ def test_the_dense_model_is_measured_and_re_estimation_helps(tmp_path):
     recovery = Recovery(monitor="val_acc", reference="measure", phases=[Phase(1)], tolerance=0.0)
     callback = CTDRCallback(rank=0.5, recovery=recovery, policy="keep", verbose=False)
     trainer = parts.fit(module, callback, max_epochs=1, logger=CSVLogger(tmp_path))
-    progress = callback.coach.progress
+    progress = callback.run.coach.progress
     assert progress.reference == pytest.approx(dense)
     assert progress.raw is not None
     assert progress.batchnorm >= progress.raw

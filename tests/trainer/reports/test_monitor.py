@@ -164,7 +164,7 @@ def test_operations_are_counted_once_without_recomputation(monkeypatch):
     for policy in ("keep", "sqrt"):
         callback = CTDRCallback(rank=None, policy=policy, verbose=False)
         trainer = parts.fit(parts.blobs(), callback, max_epochs=1)
-        found.append(callback.engine.step_flops)
+        found.append(callback.run.steps.step_flops)
         assert trainer.callback_metrics["ctdr/mfu"] > 0
     convolutions = 2 * 8 * 64 * 9 * (1 * 8 + 8 * 16 + 16 * 16)
     linear = 2 * 8 * 16 * 4

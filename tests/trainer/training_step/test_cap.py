@@ -46,7 +46,7 @@ limit = pages * resource.getpagesize() + {HEADROOM_MIB} * 2**20
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 callbacks = fit(budget if budget != "none" else None, 16384, 3)
 for callback in callbacks:
-    print(*callback.memory.session.events, sep="\\n")
+    print(*callback.run.memory.session.events, sep="\\n")
 print("finished")
 """
 

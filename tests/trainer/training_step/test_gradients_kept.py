@@ -54,7 +54,7 @@ def fit(module, budget, *callbacks, batch=512, **options):
     data = DataLoader(TensorDataset(torch.randn(4 * batch, WIDTH)), batch), None
     callback = CTDRCallback(rank=None, memory_budget=budget, verbose=False, **options)
     parts.fit(module, callback, *callbacks, data=data, max_epochs=1)
-    return callback.memory.session.events
+    return callback.run.memory.session.events
 
 
 # weights 1.5 MiB, gradients as much, a batch of 0.5 MiB, six outputs of as much

@@ -23,7 +23,7 @@ def test_weights_and_losses_are_those_of_the_plain_fit(tmp_path, options):
         options = options | {"disk_folder": tmp_path}
     callback = CTDRCallback(rank=None, verbose=False, **options)
     trainer = fit(found, callback)
-    assert callback.memory.session.plan.away, "nothing was put away"
+    assert callback.run.memory.session.plan.away, "nothing was put away"
     assert all(torch.equal(a, b) for a, b in zip(plain.losses, found.losses, strict=True))
     for name, tensor in plain.state_dict().items():
         assert torch.equal(tensor, found.state_dict()[name]), name

@@ -116,7 +116,7 @@ def rescued(kind, where, step, tmp_path, **options):
     fails = trouble(where, step)
     found, callback = fit(kind(fails), tmp_path, **options)
     assert not fails.pending(), "nothing failed"
-    assert any("ran out of memory" in event for event in callback.memory.session.events)
+    assert any("ran out of memory" in event for event in callback.run.memory.session.events)
     for name in want:
         assert parts.same(want[name], found[name]), name
     assert_nothing_is_installed()

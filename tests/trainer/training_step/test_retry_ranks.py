@@ -44,7 +44,7 @@ def train(folder, name, where=None, gathers=False, policy="sqrt"):
     except torch.OutOfMemoryError as error:
         (folder / f"error{parts.rank()}").write_text(str(error))
         raise
-    events = [event for event in callback.memory.session.events if "ran out" in event]
+    events = [event for event in callback.run.memory.session.events if "ran out" in event]
     torch.save([module.state_dict(), module.losses, events], folder / f"{name}{parts.rank()}.pt")
 
 

@@ -1,0 +1,284 @@
+"""What one fit owns, and what it does at each of Lightning's moments."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import ref
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.joint.budget_fit import BudgetFit
+from ctdr_lightning.recovery.transaction import all_or_nothing, layers_as_now
+from ctdr_lightning.trainer.accuracy.budget_choice import BudgetChoice
+from ctdr_lightning.trainer.accuracy.choosing import TrainingData
+from ctdr_lightning.trainer.accuracy.coach import Coach
+from ctdr_lightning.trainer.checkpoints import leave_note, write_complete_files
+from ctdr_lightning.trainer.modules import is_compiled, overrides
+from ctdr_lightning.trainer.options import CallbackOptions
+from ctdr_lightning.trainer.randomness import Randomness
+from ctdr_lightning.trainer.reports.loggers import log_scalars
+from ctdr_lightning.trainer.reports.monitor import Monitor
+from ctdr_lightning.trainer.reports.reporter import Reporter
+from ctdr_lightning.trainer.run_state import RunState
+from ctdr_lightning.trainer.strategies import check_callbacks, check_compiled, check_strategy, is_sharded
+from ctdr_lightning.trainer.structure import factorized_names, match_structure
+from ctdr_lightning.trainer.surgeon import Surgeon
+from ctdr_lightning.trainer.training_step.device import peak_flops
+from ctdr_lightning.trainer.training_step.memory_stage import MemoryStage
+from ctdr_lightning.trainer.training_step.retry import is_out_of_memory
+from ctdr_lightning.trainer.training_step.step_runner import StepRunner
+
+
+class FitRun:
+    """The parts that carry a fit out, and one method a moment of it.
+
+    Args:
+        options: The callback's arguments.
+
+    Attributes:
+        surgeon: Decides which layers are cut, and cuts them.
+        coach: Wins the accuracy back; None without recovery.
+        memory: Plans the steps.
+        steps: Wraps ``training_step`` and ``backward``.
+        monitor: Counts batches and samples.
+        reporter: Says what the run does.
+        randomness: Takes up and saves the state of random generators.
+
+    Raises:
+        ConfigError: When recovery is asked for and nothing is decomposed.
+
+    Example:
+        >>> run = FitRun(CallbackOptions(rank=0.5))
+        >>> run.surgeon.cuts, run.coach
+        (True, None)
+    """
+
+    def __init__(self, options: CallbackOptions) -> None:
+        self._options = options
+        self.surgeon = Surgeon(options.decomposition(), options.read_choices(), options.recovery)
+        if options.recovery is not None and not self.surgeon.cuts:
+            raise ConfigError("recovery is given, but nothing is decomposed.", "Give rank=, or leave recovery out.")
+        self.coach = Coach(options.recovery, self.surgeon) if options.recovery is not None else None
+        self.memory = MemoryStage(options)
+        self.steps = StepRunner()
+        self.monitor = Monitor()
+        self.reporter = Reporter(options.verbose, self.surgeon, self.memory, self.steps, self.monitor)
+        self.randomness = Randomness()
+        self._choice: BudgetChoice | None = None
+        self._hook: Any = None
+        self._steps_before = 0
+        self._served: tuple[ref[Trainer], ref[LightningModule]] | None = None
+
+    @property
+    def budget_fit(self) -> BudgetFit | None:
+        """What ``rank="auto"`` chose on this rank, and what it predicts; None where nothing was chosen."""
+        return self._choice.fit if self._choice is not None else None
+
+    def serves(self, module: LightningModule) -> bool:
+        """Whether the run is this model's, or nobody's yet."""
+        return self._served is None or self._served[1]() is module
+
+    def follow_structure(self, module: LightningModule) -> None:
+        """From now on a checkpoint that the module loads may have other layers than the module; twice is once."""
+        if self._hook is None:
+            self._hook = module.register_load_state_dict_pre_hook(match_structure)
+
+    def set_up(self, trainer: Trainer, module: LightningModule, callback: Callback) -> None:
+        """Check that the fit can be, and decompose, before optimizers exist and before any checkpoint is read.
+
+        Args:
+            trainer: About to train.
+            module: The model; under another trainer than before only the schedule begins again.
+            callback: Whose run this is.
+        """
+        if self._served is not None and self._served[0]() is not trainer and self.coach is not None:
+            self.coach.begin_again()
+        self._served, self.randomness = (ref(trainer), ref(module)), Randomness()
+        self.follow_structure(module)
+        self._check(trainer, module, callback)
+        write_complete_files(trainer.strategy)
+        if not is_sharded(trainer.strategy) and overrides(module, "configure_model"):
+            module.configure_model()
+        if self.surgeon.cuts:
+            self.cut(trainer, module)
+
+    def _check(self, trainer: Trainer, module: LightningModule, callback: Callback) -> None:
+        recovery, cuts = self._options.recovery, self.surgeon.cuts
+        changes, untested = recovery is not None, self._options.allow_untested
+        check_strategy(trainer.strategy, cuts=cuts, changes=changes, allow_untested=untested)
+        check_callbacks(trainer, callback, cuts=cuts, staged=recovery is not None and recovery.staged)
+        check_compiled(module, plans=self._options.plans_memory, distills=recovery is not None and recovery.distill)
+
+    def cut(self, trainer: Trainer, module: LightningModule) -> None:
+        """Decide what is decomposed, and cut what is cut before training; whole or not at all."""
+        coaching = [self.coach.as_now()] if self.coach is not None else []
+        with all_or_nothing(layers_as_now(module), self.surgeon.as_now(), *coaching):
+            if self.coach is not None:
+                self.coach.prepare(module)
+            self.surgeon.decide(module, trainer.strategy, self._decomposer(trainer))
+            if self.coach is not None:
+                self.coach.cut_at_start(module)
+            else:
+                self.surgeon.cut(module, 1)
+        self.reporter.fit = self.budget_fit
+
+    def _decomposer(self, trainer: Trainer) -> TrainingData | None:
+        """What decomposes by the training data, on every rank alike; None where that is not asked for."""
+        if self._options.data != "train" or self.surgeon.choices is not None:
+            return None
+        automatic = self._options.fits_budget and self._options.choices is None
+        self._choice = BudgetChoice(trainer, self._options) if automatic else None
+        return self._choice or TrainingData(trainer)
+
+    def fit_begins(self, trainer: Trainer, module: LightningModule) -> None:
+        """Refuse to train when nothing was decomposed; a checkpoint has been read by now."""
+        if not is_sharded(trainer.strategy):
+            self.surgeon.check()
+        self.reporter.say_cut(module)
+
+    def training_begins(self, trainer: Trainer, module: LightningModule) -> None:
+        """Take up the random state of a resumed run; recover from the cut of a fresh one; wrap the step."""
+        self.randomness.train_start(trainer)
+        if self.coach is not None:
+            self.coach.train_start(trainer, module)
+        self._attach(trainer, module)
+        log_scalars(trainer, module, self.reporter.facts(trainer, module), on_epoch=True)
+        self.steps.counting = peak_flops(trainer) is not None
+        self.monitor.start()
+
+    def epoch_begins(self, trainer: Trainer, module: LightningModule) -> None:
+        """Cut, roll back, or change phase."""
+        self.randomness.epoch_start(trainer)
+        if self.coach is not None:
+            self.steps.release()
+            self.coach.epoch_start(trainer, module)
+            self._attach(trainer, module)
+
+    def _attach(self, trainer: Trainer, module: LightningModule) -> None:
+        if not is_compiled(module):
+            self.memory.prepare(trainer, module)
+        self.steps.session = self.memory.session
+        self.steps.prepares = self.memory.make_ready
+        self.steps.copies = self.memory.copies
+        self.steps.tighten = self.memory.tighten if self._options.retry_on_oom else None
+        if self.coach is not None:
+            self.steps.around, self.steps.key = self.coach.around, self.coach.key
+        self.steps.attach(module)
+
+    def batch_begins(self, trainer: Trainer) -> None:
+        """Start the clock; say whether the batch is to be measured."""
+        self._steps_before = trainer.global_step
+        self.steps.metering = self.monitor.meters_next(trainer) or self.memory.meters(trainer)
+        self.monitor.batch_start()
+
+    def backward_done(self, module: LightningModule) -> None:
+        """The step's backward is over; under manual optimization another may follow."""
+        if module.automatic_optimization:
+            self.steps.backward_done()
+
+    def batch_done(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
+        """Count the step, and log at the trainer's interval."""
+        measured = self.steps.batch_done()
+        if measured is not None:
+            self.memory.batch_measured(measured)
+        stepped = trainer.global_step > self._steps_before
+        self.monitor.batch_end(batch, stepped)
+        if stepped:
+            self.memory.step_done(trainer, measured)
+            if self.coach is not None:
+                self.coach.step_done()
+        if self.monitor.due(trainer):
+            values = self.reporter.interval(trainer, module, batch)
+            values |= self.coach.step_logs() if self.coach is not None else {}
+            log_scalars(trainer, module, values, on_step=True)
+
+    def validation_begins(self, trainer: Trainer, module: LightningModule) -> None:
+        """Validation is not part of the step time, nor is what comes before it at the end of an epoch."""
+        self.monitor.pause()
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and trainer.is_last_batch:
+            self._epoch_trained(trainer, module)
+
+    def validation_done(self, trainer: Trainer) -> None:
+        """Read the metric that recovery goes by."""
+        self.monitor.resume()
+        if self.coach is not None and not trainer.sanity_checking and trainer.state.fn == "fit":
+            self.coach.validation_end(trainer)
+
+    def epoch_done(self, trainer: Trainer, module: LightningModule) -> None:
+        """Stop when recovered."""
+        self.randomness.epoch_end(trainer)
+        self.monitor.pause()
+        self._epoch_trained(trainer, module)
+        self.monitor.resume()
+        if self.coach is not None:
+            log_scalars(trainer, module, self.coach.logs(), on_epoch=True)
+            self.coach.epoch_end(trainer)
+
+    def _epoch_trained(self, trainer: Trainer, module: LightningModule) -> None:
+        if self.coach is not None:
+            self.steps.release()  # the module is copied; the next epoch wraps its step again
+            self.coach.epoch_trained(trainer, module)
+
+    def training_done(self, trainer: Trainer) -> None:
+        """Leave the module as it was found, apart from its layers."""
+        self.randomness.release(trainer)
+        self.release()
+
+    def fit_done(self, trainer: Trainer, module: LightningModule) -> None:
+        """Roll back a last cut that did not recover; say what became of the run."""
+        if self.coach is not None:
+            self.coach.fit_end(module)
+        self.reporter.close(trainer, module, self.coach)
+
+    def failed(self, trainer: Trainer, module: LightningModule, error: BaseException) -> None:
+        """Release everything; the module stays usable. What ran out of memory is accounted for first."""
+        if is_out_of_memory(error):
+            self.reporter.account(trainer, module, error)
+        self.leave()
+
+    def release(self) -> None:
+        """End a step that is under way, and unwrap it."""
+        self.steps.release()
+        self.memory.release()
+        if self.coach is not None:
+            self.coach.release()
+
+    def leave(self) -> None:
+        """Leave the module for good."""
+        self.release()
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = None
+
+    def state(self) -> RunState:
+        """What a checkpoint keeps, apart from the random state, which is every rank's."""
+        recovery = self.coach.state_dict() if self.coach is not None else None
+        return RunState(self._options.to_dict(), self.surgeon.surgery(), self.monitor.stepped, recovery)
+
+    def checkpoint_written(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Note in the file that its layers are factorized."""
+        if factorized_names(module):
+            leave_note(checkpoint, trainer.strategy)
+
+    def checkpoint_read(
+        self, trainer: Trainer, module: LightningModule, state: RunState, checkpoint: dict[str, Any]
+    ) -> None:
+        """Refuse a checkpoint that training cannot go on from, before any time is spent."""
+        wished = self.surgeon.choices
+        self.surgeon.load(state.surgery, factorized_names(module))
+        decided = not self.surgeon.cuts or state.surgery.choices is not None
+        if not decided:  # the run ended before its first cut, and its weights are the dense model's
+            self.surgeon.cut(module, self.coach.progress.stage if self.coach is not None else 1)
+        if decided:
+            self.reporter.resumed(wished, state.options, self._options)
+        self.randomness.load(trainer, state.random, checkpoint, at_once=not decided)
+
+    def take_up(self, state: RunState) -> None:
+        """Go on where a checkpoint's run stood."""
+        self.surgeon.load(state.surgery)
+        if self.surgeon.cuts and state.surgery.choices is None:
+            return
+        self.monitor.stepped = state.stepped
+        if self.coach is not None and state.recovery is not None:
+            self.coach.load_state_dict(state.recovery)
