@@ -2,8 +2,8 @@
 
 Measured execution records the step while the online policy keeps it under the budget; guided execution carries out the
 plan. A step that differs from its plan goes on under the online policy and is measured anew the next time, at most
-``PATIENCE`` times: a net whose ops change from step to step stays with the online policy. This joins Capuchin's two
-phases (ASPLOS 2020) and DTR (ICLR 2021) in one engine.
+``MAX_DIVERGENCES`` times: a net whose ops change from step to step stays with the online policy. This joins Capuchin's
+two phases (ASPLOS 2020) and DTR (ICLR 2021) in one engine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from ctdr_lightning.memory.traces.trace import Trace
 from ctdr_lightning.memory.values.live_bytes import PeakMeter
 from ctdr_lightning.memory.values.op_traits import COLLECTIVE
 
-PATIENCE = 3
+# Chosen, not tuned: a net whose steps have differed so often will differ again, and each recording takes time.
+MAX_DIVERGENCES = 3
 # Under a budget, steps that a plan lets run untouched are watched this often before the tape stays away: a first step
 # is often lighter than the others (a warm-up, a loss thrown away), a second hardly ever.
 WATCHED_STEPS = 2
@@ -290,7 +291,7 @@ class Session:
             return
         kind.divergences += 1
         self.events.append(f"A step differed from its plan: {where}.")
-        if kind.divergences <= PATIENCE and self.guided:
+        if kind.divergences <= MAX_DIVERGENCES and self.guided:
             kind.plan = None
 
 

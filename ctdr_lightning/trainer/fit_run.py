@@ -14,7 +14,7 @@ from ctdr_lightning.trainer.accuracy.budget_choice import BudgetChoice
 from ctdr_lightning.trainer.accuracy.choosing import TrainingData
 from ctdr_lightning.trainer.accuracy.coach import Coach
 from ctdr_lightning.trainer.checkpoints import leave_note, write_complete_files
-from ctdr_lightning.trainer.modules import is_compiled, overrides
+from ctdr_lightning.trainer.modules import has_compiled_step, overrides
 from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.randomness import Randomness
 from ctdr_lightning.trainer.reports.loggers import log_scalars
@@ -50,14 +50,14 @@ class FitRun:
 
     Example:
         >>> run = FitRun(CallbackOptions(rank=0.5))
-        >>> run.surgeon.cuts, run.coach
+        >>> run.surgeon.decomposes, run.coach
         (True, None)
     """
 
     def __init__(self, options: CallbackOptions) -> None:
         self._options = options
         self.surgeon = Surgeon(options.decomposition(), options.read_choices(), options.recovery)
-        if options.recovery is not None and not self.surgeon.cuts:
+        if options.recovery is not None and not self.surgeon.decomposes:
             raise ConfigError("recovery is given, but nothing is decomposed.", "Give rank=, or leave recovery out.")
         self.coach = Coach(options.recovery, self.surgeon) if options.recovery is not None else None
         self.memory = MemoryStage(options)
@@ -100,11 +100,11 @@ class FitRun:
         write_complete_files(trainer.strategy)
         if not is_sharded(trainer.strategy) and overrides(module, "configure_model"):
             module.configure_model()
-        if self.surgeon.cuts:
+        if self.surgeon.decomposes:
             self.cut(trainer, module)
 
     def _check(self, trainer: Trainer, module: LightningModule, callback: Callback) -> None:
-        recovery, cuts = self._options.recovery, self.surgeon.cuts
+        recovery, cuts = self._options.recovery, self.surgeon.decomposes
         changes, untested = recovery is not None, self._options.allow_untested
         check_strategy(trainer.strategy, cuts=cuts, changes=changes, allow_untested=untested)
         check_callbacks(trainer, callback, cuts=cuts, staged=recovery is not None and recovery.staged)
@@ -135,7 +135,7 @@ class FitRun:
         """Refuse to train when nothing was decomposed; a checkpoint has been read by now."""
         if not is_sharded(trainer.strategy):
             self.surgeon.check()
-        self.reporter.say_cut(module)
+        self.reporter.print_decomposition(module)
 
     def training_begins(self, trainer: Trainer, module: LightningModule) -> None:
         """Take up the random state of a resumed run; recover from the cut of a fresh one; wrap the step."""
@@ -143,7 +143,7 @@ class FitRun:
         if self.coach is not None:
             self.coach.train_start(trainer, module)
         self._attach(trainer, module)
-        log_scalars(trainer, module, self.reporter.facts(trainer, module), on_epoch=True)
+        log_scalars(trainer, module, self.reporter.parameter_counts(trainer, module), on_epoch=True)
         self.steps.counting = peak_flops(trainer) is not None
         self.monitor.start()
 
@@ -156,14 +156,14 @@ class FitRun:
             self._attach(trainer, module)
 
     def _attach(self, trainer: Trainer, module: LightningModule) -> None:
-        if not is_compiled(module):
+        if not has_compiled_step(module):
             self.memory.prepare(trainer, module)
         self.steps.session = self.memory.session
         self.steps.prepares = self.memory.make_ready
         self.steps.copies = self.memory.copies
         self.steps.tighten = self.memory.tighten if self._options.retry_on_oom else None
         if self.coach is not None:
-            self.steps.around, self.steps.key = self.coach.around, self.coach.key
+            self.steps.wrap_step, self.steps.signature_extra = self.coach.around, self.coach.key
         self.steps.attach(module)
 
     def batch_begins(self, trainer: Trainer) -> None:
@@ -234,7 +234,7 @@ class FitRun:
     def failed(self, trainer: Trainer, module: LightningModule, error: BaseException) -> None:
         """Release everything; the module stays usable. What ran out of memory is accounted for first."""
         if is_out_of_memory(error):
-            self.reporter.account(trainer, module, error)
+            self.reporter.write_out_of_memory_report(trainer, module, error)
         self.leave()
 
     def release(self) -> None:
@@ -267,7 +267,7 @@ class FitRun:
         """Refuse a checkpoint that training cannot go on from, before any time is spent."""
         wished = self.surgeon.choices
         self.surgeon.load(state.surgery, factorized_names(module))
-        decided = not self.surgeon.cuts or state.surgery.choices is not None
+        decided = not self.surgeon.decomposes or state.surgery.choices is not None
         if not decided:  # the run ended before its first cut, and its weights are the dense model's
             self.surgeon.cut(module, self.coach.progress.stage if self.coach is not None else 1)
         if decided:
@@ -277,7 +277,7 @@ class FitRun:
     def take_up(self, state: RunState) -> None:
         """Go on where a checkpoint's run stood."""
         self.surgeon.load(state.surgery)
-        if self.surgeon.cuts and state.surgery.choices is None:
+        if self.surgeon.decomposes and state.surgery.choices is None:
             return
         self.monitor.stepped = state.stepped
         if self.coach is not None and state.recovery is not None:

@@ -17,7 +17,7 @@ def overrides(module: object, name: str) -> bool:
     return owner is not None and not owner.__module__.startswith(_BASES)
 
 
-def is_compiled(module: object) -> bool:
+def has_compiled_step(module: object) -> bool:
     """Whether ``torch.compile`` was called on the whole LightningModule, its step included."""
     return hasattr(vars(module).get("training_step"), "_torchdynamo_orig_callable")
 

@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from ctdr_lightning.basics.errors import ConfigError
-from ctdr_lightning.trainer.modules import is_compiled
+from ctdr_lightning.trainer.modules import has_compiled_step
 
 _TESTED = ("SingleDeviceStrategy", "DDPStrategy")
 _SHARDED = "ModelParallelStrategy"
@@ -134,7 +134,7 @@ def check_compiled(module: object, *, plans: bool, distills: Any) -> None:
     Raises:
         ConfigError: When a teacher is, whose term would have to enter the compiled step.
     """
-    if not is_compiled(module):
+    if not has_compiled_step(module):
         return
     if distills:
         raise ConfigError(

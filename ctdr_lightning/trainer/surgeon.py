@@ -95,7 +95,7 @@ class Surgeon:
         self.stages: list[list[str]] = []
 
     @property
-    def cuts(self) -> bool:
+    def decomposes(self) -> bool:
         """Whether layers are decomposed at all."""
         return self._options is not None or self._given is not None
 
@@ -113,7 +113,7 @@ class Surgeon:
             ConfigError: On every rank alike, when the arguments do not fit the model.
             InfeasibleBudgetError: Likewise, when no ranks fit the budget.
         """
-        if not self.cuts or self.choices is not None:
+        if not self.decomposes or self.choices is not None:
             return
         self.parameters_before = sum(parameter.numel() for parameter in model.parameters())
         found: Any = self._decide_here(model, decomposer) if strategy.is_global_zero else None
@@ -138,7 +138,7 @@ class Surgeon:
         Raises:
             ConfigError: When no layer is, with each layer's reason.
         """
-        if not self.cuts or self.choices is not None:
+        if not self.decomposes or self.choices is not None:
             return
         rank = self._options["rank"] if self._options is not None else None
         rules = {str(r).partition("=")[0].strip() for r in (rank.values() if isinstance(rank, Mapping) else [rank])}

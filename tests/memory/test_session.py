@@ -4,7 +4,7 @@ from torch import nn
 
 from ctdr_lightning.basics.torch_private import n_dispatch_modes
 from ctdr_lightning.memory import RECOMPUTE, Session, Simulator, plan, signature_of
-from ctdr_lightning.memory.session import PATIENCE
+from ctdr_lightning.memory.session import MAX_DIVERGENCES
 from ctdr_lightning.memory.values.live_bytes import _trackers
 from tests.memory.harness import Bench, everything_dropped, planned
 from tests.memory.leaks import assert_nothing_is_installed, left_behind
@@ -116,9 +116,9 @@ def test_a_step_that_differs_is_exact_and_measured_anew():
 def test_patience_with_steps_that_always_differ():
     net, batch = make_net(), torch.randn(6, 8)
     session = Session(planner, budget_bytes=4000)
-    for i in range(4 * PATIENCE):
+    for i in range(4 * MAX_DIVERGENCES):
         run(session, net, batch, (lambda x: net(x).cos().mean()) if i % 2 else None)
-    assert sum(event.startswith("Policy") for event in session.events) == PATIENCE + 1
+    assert sum(event.startswith("Policy") for event in session.events) == MAX_DIVERGENCES + 1
     assert session.plan is not None
 
 

@@ -55,7 +55,7 @@ class Courier:
             written: Whether the op wrote it in place, so that its version is about to rise.
         """
         action = self._actions[identity]
-        value.cache = value.hold = False
+        value.stays_while_awaited = value.hold = False
         value.node = None
         if not isinstance(action, Offload):
             value.away = AwayTensor(tensor, action.codecs, None)

@@ -13,7 +13,7 @@ from ctdr_lightning.basics.torch_private import graph_task_id
 from ctdr_lightning.memory.tape.inference_blocks import InferenceBlocks
 
 
-def is_compiled(module: nn.Module) -> bool:
+def has_compiled_forward(module: nn.Module) -> bool:
     """Whether ``torch.compile`` was called on a module."""
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
@@ -82,7 +82,7 @@ class ModulePaths:
         if graph_task_id() == -1 and not self._blocks.depth:
             self.entered += 1
             self.training += module.training
-        self.compiled |= is_compiled(module)
+        self.compiled |= has_compiled_forward(module)
         if is_fsdp_unit(module):
             self.unit = id(module)
         self._stack.append((module, self.unit))

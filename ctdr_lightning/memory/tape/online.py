@@ -30,11 +30,11 @@ from ctdr_lightning.memory.values.tensors import alias_of
 from ctdr_lightning.memory.values.value import Node, Value
 from ctdr_lightning.memory.values.value_table import ValueTable
 
-Cost = Callable[["Candidate"], float]
+Cost = Callable[["Evictable"], float]
 COSTS: Registry[Cost] = Registry("DTR cost")
 
 
-class Candidate:
+class Evictable:
     """What the chooser knows of a value: size, cost, last access, neighbours."""
 
     __slots__ = ("children", "evicted", "family", "last", "n_bytes", "value")
@@ -51,7 +51,7 @@ class Candidate:
         """The value itself and those on the same storage, which only goes when all of them do."""
         return tuple(value for ref in self.family if (value := ref()) is not None)
 
-    def join_family(self, base: Candidate) -> None:
+    def join_family(self, base: Evictable) -> None:
         """The value is a view of another, or was written over it."""
         self.family = base.family
         self.family.append(self.value)
@@ -61,31 +61,31 @@ class Candidate:
         value = self.value()
         return value.node.seconds if value is not None and value.node is not None else 0.0
 
-    def neighbours(self) -> Iterator[Candidate]:
+    def neighbours(self) -> Iterator[Evictable]:
         """Sources and readers that are evicted now."""
         value = self.value()
         if value is None or value.node is None:
             return
         for near in (*value.node.sources(), *(c for ref in self.children if (c := ref()) is not None)):
-            if near.tensor is None and near.node is not None and near.info is not None:
-                yield near.info
+            if near.tensor is None and near.node is not None and near.eviction is not None:
+                yield near.eviction
 
 
 @COSTS.register("local")
-def local_cost(candidate: Candidate) -> float:
+def local_cost(candidate: Evictable) -> float:
     """The value's own op."""
     return candidate.own_cost()
 
 
 @COSTS.register("eq")
-def eq_cost(candidate: Candidate) -> float:
+def eq_cost(candidate: Evictable) -> float:
     """Own op and the equivalence classes of evicted neighbours, kept by union-find."""
     roots = {id(n.evicted.root()): n.evicted.root() for n in candidate.neighbours() if n.evicted is not None}
     return candidate.own_cost() + sum(r.cost for r in roots.values())
 
 
 @COSTS.register("full")
-def full_cost(candidate: Candidate) -> float:
+def full_cost(candidate: Evictable) -> float:
     """Own op and every evicted value that a replay of this one, or of its readers, would pass."""
     seen, stack, total = {id(candidate)}, [candidate], candidate.own_cost()
     while stack:
@@ -149,7 +149,7 @@ class Evictor:
         self.replayed = 0
         self._cost = COSTS[cost]
         self._random = random.Random(seed)
-        self._held: dict[int, Candidate] = {}
+        self._held: dict[int, Evictable] = {}
         self._now = 0
         self._largest = 0
         self._cuda_base = 0
@@ -174,15 +174,22 @@ class Evictor:
         if node is not None:
             node.seconds = seconds
             for source in node.sources():
-                if source.info is not None:
-                    source.info.last = self._now
-                    source.info.children += [weakref.ref(v) for v in made]
+                if source.eviction is not None:
+                    source.eviction.last = self._now
+                    source.eviction.children += [weakref.ref(v) for v in made]
             for value in made:
-                value.info = Candidate(value, 0, self._now)
-                value.info.evicted = EvictedSet(seconds)
-                base = next((s.info for s in node.sources() if s.info is not None and s.place is value.place), None)
+                value.eviction = Evictable(value, 0, self._now)
+                value.eviction.evicted = EvictedSet(seconds)
+                base = next(
+                    (
+                        s.eviction
+                        for s in node.sources()
+                        if s.eviction is not None and s.storage_ref is value.storage_ref
+                    ),
+                    None,
+                )
                 if base is not None:
-                    value.info.join_family(base)
+                    value.eviction.join_family(base)
         self.make_room()
 
     def track(self, out: Any) -> None:
@@ -195,18 +202,18 @@ class Evictor:
     def keep(self, value: Value, tensor: Tensor) -> None:
         """Hold a value that was saved or made again, but so that it can be evicted (again)."""
         value.keep(tensor)
-        if value.info is None:
-            value.info = Candidate(value, 0, self._now)
-        value.info.n_bytes = tensor.untyped_storage().nbytes()
-        value.info.last = self._now
-        value.info.evicted = None
-        self._held[id(value)] = value.info
+        if value.eviction is None:
+            value.eviction = Evictable(value, 0, self._now)
+        value.eviction.n_bytes = tensor.untyped_storage().nbytes()
+        value.eviction.last = self._now
+        value.eviction.evicted = None
+        self._held[id(value)] = value.eviction
 
     def fetch(self, value: Value) -> Tensor:
         """A saved value's tensor; what a replay passes is held again as far as the budget allows."""
         self._now += 1
-        if value.info is not None:
-            value.info.last = self._now
+        if value.eviction is not None:
+            value.eviction.last = self._now
         tensor = materialize(value, self._keep_replayed)
         self.make_room()
         return tensor
@@ -238,7 +245,7 @@ class Evictor:
         sample = self._random.sample(large, math.isqrt(len(large) - 1) + 1)
         return min(sample, key=lambda pair: self._score(pair[0]))[1]
 
-    def _candidates(self) -> Iterator[Candidate]:
+    def _candidates(self) -> Iterator[Evictable]:
         for key, candidate in list(self._held.items()):
             value = candidate.value()
             if value is None or value.tensor is None or value.node is None:
@@ -246,20 +253,20 @@ class Evictor:
             elif not any(near.live() is not None for near in candidate.relatives()):
                 yield candidate
 
-    def _score(self, candidate: Candidate) -> float:
+    def _score(self, candidate: Evictable) -> float:
         staleness = self._now - candidate.last + 1
         return self._cost(candidate) / (max(candidate.n_bytes, 1) * staleness)
 
     def _evict(self, value: Value) -> None:
         """Drop a value and all that hold the same storage: one alone would free nothing."""
         storage = value.tensor.untyped_storage() if value.tensor is not None else None
-        for near in value.info.relatives():
+        for near in value.eviction.relatives():
             if near.node is not None and near.tensor is not None and near.tensor.untyped_storage() is storage:
                 self._drop(near)
         self.evictions += 1
 
     def _drop(self, value: Value) -> None:
-        candidate = value.info
+        candidate = value.eviction
         value.tensor = None
         self._held.pop(id(value), None)
         candidate.evicted = EvictedSet(candidate.own_cost())

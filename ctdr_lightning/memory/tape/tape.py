@@ -272,7 +272,7 @@ class Tape(OpMode):
             take_shortcut(node, values, out)
         for value, (cache, hold, kept) in zip(values, line.stays, strict=False):
             if value is not None:
-                value.cache, value.hold = cache, hold
+                value.stays_while_awaited, value.hold = cache, hold
                 if kept and value.node is not None:
                     table.hold(value)
         if line.away:

@@ -70,7 +70,7 @@ def materialize(value: Value, keeper: Keeper = keep_for_good) -> Tensor:
     Raises:
         RuntimeError: When a tensor that the value depends on was modified in place.
     """
-    found = value.saved() if value.seen is not None else None
+    found = value.saved() if value.saved_alias is not None else None
     if found is None:
         found = value.get()
     if found is not None:
@@ -83,7 +83,7 @@ def hold_for_views(value: Value) -> None:
     """A saved view's base is held once replayed, so that the next view of it need not run everything again."""
     while value.node is not None and value.node.view:
         value = value.node.args[0]
-        value.hold |= value.cache
+        value.hold |= value.stays_while_awaited
 
 
 class _plain_execution:
@@ -181,7 +181,7 @@ def _store(
             tensor = _laid_out(tensor, *value.layout)
         if value is target or (uses.get(value) and value not in have):
             have[value] = tensor
-        if value.hold or (value.cache and value.handles):
+        if value.hold or (value.stays_while_awaited and value.handles):
             keeper(value, tensor)
 
 

@@ -19,7 +19,7 @@ from ctdr_lightning.basics.torch_private import OpOverload
 from ctdr_lightning.memory.values.tensors import alias_of, version_of, wants_grad_itself
 
 _NO_KWARGS: dict[str, Any] = {}
-Layout = tuple[tuple[int, ...], torch.dtype]
+MemoryLayout = tuple[tuple[int, ...], torch.dtype]
 
 
 class Elsewhere(Protocol):
@@ -50,37 +50,37 @@ class Value:
 
     Attributes:
         tensor: The tensor where it is held, else None.
-        weak: A weak reference to the tensor that the program itself made; it may still be alive.
-        place: A weak reference to the storage that ``weak`` had; ``x.data = y`` gives a tensor another one.
+        program_tensor: A weak reference to the tensor that the program itself made, which may be alive.
+        storage_ref: A weak reference to the storage that ``program_tensor`` had; ``x.data = y`` gives it another.
         version: In-place version at which the contents are this value.
-        seen: The program's tensor and the version that autograd saved, where its storage was written meanwhile.
+        saved_alias: The program's tensor and the version that autograd saved, where its storage was written meanwhile.
         node: The op call that makes the value again; None where the value can only be held.
         layout: Strides and dtype that the program's tensor has, where a replay's need not have them.
-        home: The contents of a leaf that is held as itself, in case that ``x.data = y`` gives it others.
-        cache: Whether a replay leaves the value held for those who still await it.
+        leaf_data: The contents of a leaf that is held as itself, in case that ``x.data = y`` gives it others.
+        stays_while_awaited: Whether a replay leaves the value held for those who still await it.
         hold: Whether a replay leaves the value held although autograd does not await it.
         handles: How many live handles await the value.
         away: The contents where they wait elsewhere, or here in fewer bytes; a value with them has no node.
     """
 
     __slots__ = (
-        "__weakref__", "away", "cache", "handles", "hold", "home", "info", "layout", "node", "place", "seen", "tensor",
-        "version", "weak",
+        "__weakref__", "away", "eviction", "handles", "hold", "layout", "leaf_data", "node", "program_tensor",
+        "saved_alias", "stays_while_awaited", "storage_ref", "tensor", "version",
     )  # fmt: skip
 
     def __init__(self, node: Node | None = None) -> None:
         self.node = node
-        self.layout: Layout | None = None
-        self.home: Tensor | None = None
+        self.layout: MemoryLayout | None = None
+        self.leaf_data: Tensor | None = None
         self.tensor: Tensor | None = None
-        self.weak: TensorRef | None = None
-        self.place: weakref.ref[torch.UntypedStorage] | None = None
+        self.program_tensor: TensorRef | None = None
+        self.storage_ref: weakref.ref[torch.UntypedStorage] | None = None
         self.version = 0
-        self.seen: tuple[Tensor, int] | None = None
-        self.cache = True
+        self.saved_alias: tuple[Tensor, int] | None = None
+        self.stays_while_awaited = True
         self.hold = False
         self.handles = 0
-        self.info: Any = None
+        self.eviction: Any = None
         self.away: Elsewhere | None = None
 
     @classmethod
@@ -96,50 +96,50 @@ class Value:
         tensor = self.tensor if self.tensor is not None else self.live()
         if tensor is None or version_of(tensor) != self.version:
             return None
-        if self.home is not None and tensor.untyped_storage() is not self.home.untyped_storage():
-            return self.home
+        if self.leaf_data is not None and tensor.untyped_storage() is not self.leaf_data.untyped_storage():
+            return self.leaf_data
         return tensor
 
     def live(self) -> Tensor | None:
         """The tensor that the program itself made, while it is alive and has its storage."""
-        tensor = self.weak() if self.weak is not None else None
-        if tensor is None or self.place is None or self.place() is not tensor.untyped_storage():
+        tensor = self.program_tensor() if self.program_tensor is not None else None
+        if tensor is None or self.storage_ref is None or self.storage_ref() is not tensor.untyped_storage():
             return None
         return tensor
 
     def storage(self) -> torch.UntypedStorage | None:
         """Where the contents are, if anywhere."""
-        if self.home is not None:
-            return self.home.untyped_storage()
+        if self.leaf_data is not None:
+            return self.leaf_data.untyped_storage()
         tensor = self.tensor if self.tensor is not None else self.live()
         return None if tensor is None else tensor.untyped_storage()
 
     def saved(self) -> Tensor | None:
         """What autograd would read although the program wrote over it unnoticed (through ``.data``)."""
-        if self.seen is None or version_of(self.seen[0]) != self.seen[1]:
+        if self.saved_alias is None or version_of(self.saved_alias[0]) != self.saved_alias[1]:
             return None
-        return self.seen[0]
+        return self.saved_alias[0]
 
     def keep(self, tensor: Tensor) -> None:
         """Hold a tensor: made again, or an alias of the program's own."""
         self.tensor = tensor
         self.version = version_of(tensor)
-        self.home = None
+        self.leaf_data = None
 
     def keep_leaf(self, leaf: Tensor) -> None:
         """Hold a leaf as itself: cheaper than an alias, and some kernels are chosen by whether it requires grad."""
         self.tensor = leaf
         self.version = leaf._version
-        self.home = leaf.data
+        self.leaf_data = leaf.data
 
     def sever(self, storage: torch.UntypedStorage) -> None:
         """The storage is about to be written: what is there will no longer be this value."""
         tensor = self.live() if self.tensor is None else self.tensor
-        self.weak = None
+        self.program_tensor = None
         if tensor is None or tensor.untyped_storage() is not storage:
             return
-        if self.handles and self.seen is None:
-            self.seen = (alias_of(tensor), self.version)
+        if self.handles and self.saved_alias is None:
+            self.saved_alias = (alias_of(tensor), self.version)
         if self.away is not None:
             self.away.gone()  # it is still being sent from there
         if self.node is not None or self.away is not None:

@@ -31,7 +31,7 @@ def _forgetter(values: dict[int, Value]) -> Callable[[TensorRef], None]:
 
     def forget(ref: TensorRef) -> None:
         value = values.get(ref.key)
-        if value is not None and value.weak is ref:
+        if value is not None and value.program_tensor is ref:
             del values[ref.key]
 
     return forget
@@ -63,7 +63,7 @@ class ValueTable:
         A value of another FSDP unit is held from here on: that unit's weights will be gone when it is needed.
         """
         value = self._values.get(id(tensor))
-        if value is None or value.place is None or value.place() is not tensor.untyped_storage():
+        if value is None or value.storage_ref is None or value.storage_ref() is not tensor.untyped_storage():
             return None
         try:  # `version_of` in place: this runs four times an op
             version = tensor._version
@@ -93,7 +93,7 @@ class ValueTable:
         node.args = (whole, tuple(tensor.shape), tensor.stride(), start)
         value = self._enter(node, tensor)
         if value is not None:
-            value.cache, value.hold = whole.cache, whole.hold
+            value.stays_while_awaited, value.hold = whole.stays_while_awaited, whole.hold
         return value
 
     def hold(self, value: Value) -> None:
@@ -139,7 +139,7 @@ class ValueTable:
         small = True
         for value in node.sources():
             tensor = value.tensor
-            if value.node is None and value.home is None and tensor is not None and not tensor.requires_grad:
+            if value.node is None and value.leaf_data is None and tensor is not None and not tensor.requires_grad:
                 if tensor.nbytes <= most_bytes:
                     value.keep(_copy_of(tensor))
                     tell_trackers((value.tensor,))
@@ -218,7 +218,7 @@ class ValueTable:
         refs.append(ref)
 
     def _forget(self, value: Value) -> None:
-        key = value.weak.key if value.weak is not None else -1
+        key = value.program_tensor.key if value.program_tensor is not None else -1
         if self._values.get(key) is value:
             del self._values[key]
 
@@ -274,10 +274,10 @@ class ValueTable:
         key = id(tensor)
         self._values[key] = value
         value.version = version_of(tensor)
-        value.weak = weak = TensorRef(tensor, self._on_death)
+        value.program_tensor = weak = TensorRef(tensor, self._on_death)
         weak.key = key
         self._read.add(storage._cdata)
-        value.place = weakref.ref(storage)
+        value.storage_ref = weakref.ref(storage)
         owner = weakref.ref(value)
         self._unfiled.append(owner)
         return owner

@@ -45,7 +45,7 @@ class Reporter:
     ) -> None:
         self._verbose = verbose
         self._surgeon, self._memory, self._engine, self._monitor = surgeon, memory, engine, monitor
-        self._said_cut = self._resumed = False
+        self._printed_decomposition = self._resumed = False
         self.fit: BudgetFit | None = None
         self._measured: dict[str, float] = {}
 
@@ -69,18 +69,18 @@ class Reporter:
 
     def _report(self, module: LightningModule) -> Report | None:
         """What is trained: the layers as they were cut here, or as they came from the checkpoint."""
-        if self._resumed and self._surgeon.cuts:
+        if self._resumed and self._surgeon.decomposes:
             return report_of(module, self._surgeon.parameters_before)
         return self._surgeon.report
 
-    def say_cut(self, module: LightningModule) -> None:
+    def print_decomposition(self, module: LightningModule) -> None:
         """Print the decomposition, once."""
-        report = self._report(module) if self._verbose and not self._said_cut else None
+        report = self._report(module) if self._verbose and not self._printed_decomposition else None
         if report is not None:
             rank_zero_info(f"CTDR:\n{self.fit if self.fit is not None and not self._resumed else report}")
-            self._said_cut = True
+            self._printed_decomposition = True
 
-    def facts(self, trainer: Any, module: LightningModule) -> dict[str, float]:
+    def parameter_counts(self, trainer: Any, module: LightningModule) -> dict[str, float]:
         """Parameters before and after; the whole table goes to the loggers."""
         after = float(sum(parameter.numel() for parameter in module.parameters()))
         report = self._report(module)
@@ -122,7 +122,7 @@ class Reporter:
             module: The model as it is.
             coach: Knows where recovery stands; None without recovery.
         """
-        if not trainer.is_global_zero or not self._surgeon.cuts:
+        if not trainer.is_global_zero or not self._surgeon.decomposes:
             return
         after = sum(parameter.numel() for parameter in module.parameters())
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if "ctdr/" not in name}
@@ -141,7 +141,7 @@ class Reporter:
             rank_zero_info(f"CTDR:\n{text}")
         publish_text(trainer.loggers, "ctdr/summary", text, trainer.global_step)
 
-    def account(self, trainer: Any, module: LightningModule, error: BaseException) -> None:
+    def write_out_of_memory_report(self, trainer: Any, module: LightningModule, error: BaseException) -> None:
         """Write down who held what when a step ran out of memory."""
         name = f"ctdr-out-of-memory-step{trainer.global_step}-rank{trainer.global_rank}"
         path = write_account(Path(trainer.default_root_dir), name, error, module, self._memory.session)

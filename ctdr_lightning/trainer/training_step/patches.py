@@ -18,7 +18,7 @@ class Patches:
     """Methods replaced on instances; `undo` leaves each instance as it was."""
 
     def __init__(self) -> None:
-        self._undone: list[tuple[Any, str, Any]] = []
+        self._originals: list[tuple[Any, str, Any]] = []
 
     def put(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Replace a method by what ``make`` makes of it; the new one keeps its name and signature.
@@ -26,13 +26,13 @@ class Patches:
         What stood on the instance already, as torch.compile puts it there, comes back with `undo`.
         """
         inner = getattr(owner, name)
-        self._undone.append((owner, name, vars(owner).get(name, _ABSENT)))
+        self._originals.append((owner, name, vars(owner).get(name, _ABSENT)))
         vars(owner)[name] = _named_like(inner, make(inner))
 
     def undo(self) -> None:
         """Take everything off again, the last first."""
-        while self._undone:
-            owner, name, before = self._undone.pop()
+        while self._originals:
+            owner, name, before = self._originals.pop()
             if before is _ABSENT:
                 vars(owner).pop(name, None)
             else:

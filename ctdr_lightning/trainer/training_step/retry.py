@@ -148,7 +148,7 @@ class Retry:
         snapshot = self._snapshot
         assert snapshot is not None
         for left in reversed(range(MAX_TRIES - 1)):
-            free(freed)
+            drop_graph(freed)
             self._leave()
             snapshot.put_back()
             if torch.cuda.is_initialized():
@@ -237,7 +237,7 @@ def scaled_like(loss: Tensor, old: Tensor, given: Tensor) -> Tensor:
     return loss * round(ratio)
 
 
-def free(loss: Tensor | None) -> None:
+def drop_graph(loss: Tensor | None) -> None:
     """Let go of the graph behind a loss that the trainer still holds."""
     if loss is not None and loss.grad_fn is not None:
         loss.detach_()

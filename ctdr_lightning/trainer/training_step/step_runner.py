@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ctdr_lightning.memory import Session, signature_of
 from ctdr_lightning.memory.values.live_bytes import tell_trackers
-from ctdr_lightning.trainer.modules import is_compiled
+from ctdr_lightning.trainer.modules import has_compiled_step
 from ctdr_lightning.trainer.training_step.batch_meter import BatchMeter
 from ctdr_lightning.trainer.training_step.patches import LogCalls, Patches, hide_bookkeeping
 from ctdr_lightning.trainer.training_step.resident import resident_tensors
@@ -26,8 +26,8 @@ class StepRunner:
 
     Attributes:
         session: Guards the memory of each step; None leaves it alone.
-        around: Runs the step and may change its output, as distillation does; None calls it directly.
-        key: What makes steps differ besides their batch, such as the phase.
+        wrap_step: Runs the step and may change its output, as distillation does; None calls it directly.
+        signature_extra: What makes steps differ besides their batch, such as the phase.
         prepares: Called before each step with its arguments, where there is a session; returns the bytes
             that are in memory beside the session's own, and whether the backward will add to gradients that stand.
         copies: Told before each step the bytes of the copies that stand beside it to put a failed try back.
@@ -41,8 +41,8 @@ class StepRunner:
 
     def __init__(self) -> None:
         self.session: Session | None = None
-        self.around: Callable[[nn.Module, Callable[[], Any]], Any] | None = None
-        self.key: Hashable = None
+        self.wrap_step: Callable[[nn.Module, Callable[[], Any]], Any] | None = None
+        self.signature_extra: Hashable = None
         self.prepares: Callable[[Any], tuple[int, bool]] | None = None
         self.copies: Callable[[int], None] | None = None
         self.metering = False
@@ -62,7 +62,7 @@ class StepRunner:
         if self._module is module:
             return
         self._module = module
-        if is_compiled(module):
+        if has_compiled_step(module):
             return
         for name, run in zip(_WRAPPED, (self._run, self._backward), strict=True):
             self._patches.put(module, name, functools.partial(functools.partial, run, module))
@@ -104,7 +104,7 @@ class StepRunner:
         return run() if self._retry is None else self._retry.forward(module, run, inputs)
 
     def _forward(self, module: LightningModule, inner: Callable[[], Any], inputs: Any) -> Any:
-        step = inner if self.around is None else functools.partial(self.around, module, inner)
+        step = inner if self.wrap_step is None else functools.partial(self.wrap_step, module, inner)
         self._begin(module, inputs)
         try:
             output = step()
@@ -142,7 +142,7 @@ class StepRunner:
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()
         if self.session is not None:
-            signature = (self.key, adds, signature_of(inputs, module))
+            signature = (self.signature_extra, adds, signature_of(inputs, module))
             self.session.begin(signature, beside_bytes=beside_bytes)
         if self.metering:
             tell_trackers(gradients)

@@ -82,7 +82,7 @@ def test_small_tensors_are_left_alone():
 
     class Watching(Evictor):
         def _evict(self, value):
-            evicted.append(value.info.n_bytes)
+            evicted.append(value.eviction.n_bytes)
             super()._evict(value)
 
     def step():

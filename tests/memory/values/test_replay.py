@@ -63,7 +63,7 @@ def test_awaited_values_on_the_way_are_kept():
     _, c = run(table, aten.cos.default, b)
     cached, each, target = table.find(a), table.find(b), table.find(c)
     handles = [Handle(v) for v in (cached, each, target)]
-    each.cache = False
+    each.stays_while_awaited = False
     want = c.clone()
     del a, b, c
     assert torch.equal(unpack(handles[2]), want)

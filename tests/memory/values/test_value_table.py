@@ -255,9 +255,9 @@ def test_a_view_shares_its_bases_fate():
     table = ValueTable()
     _, y = run(table, aten.exp.default, torch.ones(3))
     whole = table.find(y)
-    whole.cache, whole.hold = False, True
+    whole.stays_while_awaited, whole.hold = False, True
     value = table.known(y[1:])
-    assert (value.cache, value.hold) == (False, True)
+    assert (value.stays_while_awaited, value.hold) == (False, True)
     assert whole.node.index < value.node.index < run(table, aten.sin.default, y[1:])[0].index
 
 
