@@ -16,6 +16,7 @@ from ctdr_lightning.joint.budget_fit import BudgetFit
 from ctdr_lightning.trainer.accuracy.coach import Coach
 from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.reports.loggers import publish_figure, publish_text
+from ctdr_lightning.trainer.reports.memory_report import MemoryReport
 from ctdr_lightning.trainer.reports.monitor import Monitor, utilisation
 from ctdr_lightning.trainer.reports.out_of_memory import write_account
 from ctdr_lightning.trainer.reports.summary import RunFacts, closing_summary
@@ -44,6 +45,7 @@ class Reporter:
         self, verbose: bool, surgeon: Surgeon, memory: MemoryStage, engine: StepRunner, monitor: Monitor
     ) -> None:
         self._verbose = verbose
+        self._memory_report = MemoryReport(memory)
         self._surgeon, self._memory, self._engine, self._monitor = surgeon, memory, engine, monitor
         self._printed_decomposition = self._resumed = False
         self.fit: BudgetFit | None = None
@@ -97,10 +99,10 @@ class Reporter:
         """The numbers of the last log interval; new plans go to the loggers."""
         values: dict[str, Any] = self._monitor.interval(trainer)
         values |= utilisation(trainer, self._engine.step_flops, values.get("ctdr/step_time_s", 0.0))
-        values |= self._memory.peaks(trainer, self._engine.measured)
-        values |= self._memory.predicted()
+        values |= self._memory_report.peaks(trainer, self._engine.measured)
+        values |= self._memory_report.predicted()
         self._measured |= {name: float(value) for name, value in values.items()}
-        events = self._memory.new_events()
+        events = self._memory_report.new_events()
         if events and trainer.is_global_zero:
             self._publish_plan(trainer, events)
         return values
@@ -108,9 +110,9 @@ class Reporter:
     def _publish_plan(self, trainer: Any, events: list[str]) -> None:
         for event in events if self._verbose else []:
             rank_zero_info(f"CTDR: {event}")
-        text = "\n".join([*events, "", self._memory.explain()])
+        text = "\n".join([*events, "", self._memory_report.explain()])
         publish_text(trainer.loggers, "ctdr/memory_plan", text, trainer.global_step)
-        picture = self._memory.picture()
+        picture = self._memory_report.picture()
         if picture is not None:
             publish_figure(trainer.loggers, "ctdr/memory", picture, trainer.global_step)
 
@@ -132,7 +134,7 @@ class Reporter:
             monitor=(coach.recovery.monitor or "") if coach is not None else "",
             progress=coach.progress if coach is not None else None,
             metrics=metrics,
-            predicted_peak_bytes=self._memory.largest_predicted_bytes(),
+            predicted_peak_bytes=self._memory_report.largest_predicted_bytes(),
             measured=self._measured,
             fit=self.fit,
         )

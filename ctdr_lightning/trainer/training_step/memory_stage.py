@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -13,19 +12,18 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import OutOfMemoryError
 
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
-from ctdr_lightning.basics.units import GIB, MIB, format_bytes, parse_bytes
+from ctdr_lightning.basics.units import MIB, format_bytes, parse_bytes
 from ctdr_lightning.joint.promise import promise
 from ctdr_lightning.memory import Plan, Session, Trace, plan, simulate
 from ctdr_lightning.memory.holders.places import Places
 from ctdr_lightning.memory.many_shapes import ManyShapes
 from ctdr_lightning.memory.policies import Budget
-from ctdr_lightning.memory.simulator.transfers import Transfers
 from ctdr_lightning.memory.traces.machine import CodecCost, Link
 from ctdr_lightning.memory.traces.trace import StorageRecord
 from ctdr_lightning.trainer.modules import overrides
 from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.training_step.batch_meter import BatchMeter
-from ctdr_lightning.trainer.training_step.device import device_peaks, tensors_of
+from ctdr_lightning.trainer.training_step.device import tensors_of
 from ctdr_lightning.trainer.training_step.gradient_readers import gradient_reader
 from ctdr_lightning.trainer.training_step.optimizer_bytes import OptimizerBytes, optimizer_does_not_fit, predict
 from ctdr_lightning.trainer.training_step.resident import local_bytes, optimizer_tensors
@@ -41,6 +39,10 @@ class MemoryStage:
 
     Args:
         options: Budget and policy.
+
+    Attributes:
+        session: The steps of the run; None where no memory is planned.
+        rest_peak_bytes: What the last step that was planned takes after its backward, while the optimizer steps.
     """
 
     def __init__(self, options: CallbackOptions) -> None:
@@ -56,14 +58,24 @@ class MemoryStage:
         self._copied_bytes = 0
         self._said: set[str] = set()
         self._n_planned = 0
-        self._rest_peak_bytes = 0
-        self._logged_events = 0
-        self._shown_plan: Plan | None = None
+        self.rest_peak_bytes = 0
+        self._last_plan: Plan | None = None
         self._tightened = False
         self._module: LightningModule | None = None
         self._places = Places()
         self._machine: tuple[list[Link], list[CodecCost]] | None = None
         self._holders = self._places.holders()
+
+    @property
+    def last_plan(self) -> Plan | None:
+        """The plan of the present kind of step, or else the last one that there was."""
+        self._last_plan = (self.session.plan if self.session is not None else None) or self._last_plan
+        return self._last_plan
+
+    @property
+    def offloads(self) -> bool:
+        """Whether saved tensors may wait in other places."""
+        return bool(self._places.offload)
 
     def prepare(self, trainer: Any, module: LightningModule) -> None:
         """Make the session, once the model is on its device; nothing where no memory is planned."""
@@ -115,8 +127,8 @@ class MemoryStage:
         plain = simulate(standing).bytes_at
         end_bytes = int(plain[-1]) if len(plain) else standing.resident_bytes
         end_bytes -= self._copied_bytes  # they are gone when the backward is over
-        self._rest_peak_bytes = end_bytes + self._optimizer.temporary
-        if self._budget_bytes is not None and self._rest_peak_bytes > self._budget_bytes:
+        self.rest_peak_bytes = end_bytes + self._optimizer.temporary
+        if self._budget_bytes is not None and self.rest_peak_bytes > self._budget_bytes:
             self._refuse(self._too_large(end_bytes))
         try:
             made = self._best(standing)
@@ -133,7 +145,7 @@ class MemoryStage:
             return plan(trace, self._budget_bytes, self._options.policy)
         made = promise(trace, self._module, self._options.max_slowdown)
         # to go below what the optimizer's step takes anyway would cost time for nothing
-        return plan(trace, self._rest_peak_bytes) if made.peak_bytes < self._rest_peak_bytes else made
+        return plan(trace, self.rest_peak_bytes) if made.peak_bytes < self.rest_peak_bytes else made
 
     def _too_large(self, end_bytes: int) -> InfeasibleBudgetError:
         assert self._budget_bytes is not None
@@ -216,7 +228,7 @@ class MemoryStage:
 
     def _needs(self, gradient_bytes: int) -> bool:
         """Whether a forward with the last step's gradients beside it would take more than the plan allows."""
-        found = self._shown_plan = (self.session.plan if self.session is not None else None) or self._shown_plan
+        found = self.last_plan
         if found is None:
             return self._budget_bytes is not None
         limit = self._budget_bytes if self._budget_bytes is not None else found.peak_bytes
@@ -253,67 +265,8 @@ class MemoryStage:
         """Notice a batch that took more than the budget and than its plan says."""
         if self.session is None or self._budget_bytes is None or self.session.plan is None or not self.session.guided:
             return
-        if measured.peak_bytes > max(self._budget_bytes, self.session.plan.peak_bytes, self._rest_peak_bytes):
+        if measured.peak_bytes > max(self._budget_bytes, self.session.plan.peak_bytes, self.rest_peak_bytes):
             self.session.record_anew(f"the batch took {format_bytes(measured.peak_bytes)}")
-
-    def peaks(self, trainer: Any, measured: BatchMeter | None) -> dict[str, float]:
-        """The true peak of the last interval, in GiB: from the allocator on a GPU, from counted storages elsewhere.
-
-        Args:
-            trainer: In training.
-            measured: The last batch that was measured; None where none was.
-        """
-        device = trainer.strategy.root_device
-        if device.type == "cuda":
-            return device_peaks(device)
-        return {"ctdr/peak_memory_gib": measured.peak_bytes / GIB} if measured is not None else {}
-
-    def predicted(self) -> dict[str, float]:
-        """What the last plan predicts; the same names on every rank, whose loggers wait for each other."""
-        if self.session is None:
-            return {}
-        self._shown_plan = self.session.plan or self._shown_plan
-        shown = self._shown_plan
-        peak_bytes, recompute_s = (shown.peak_bytes, shown.recompute_seconds) if shown is not None else (0, 0.0)
-        found = {
-            "ctdr/predicted_peak_gib": max(peak_bytes, self._rest_peak_bytes) / GIB,
-            "ctdr/recompute_s": recompute_s,
-        }
-        return found | self._transfers(shown) if self._places.offload else found
-
-    def largest_predicted_bytes(self) -> int:
-        """The largest peak that the plans of the run's kinds of steps predict; 0 where nothing is planned."""
-        plans = self.session.plans if self.session is not None else ()
-        return max((self._rest_peak_bytes, *(plan.peak_bytes for plan in plans))) if plans else 0
-
-    @staticmethod
-    def _transfers(shown: Plan | None) -> dict[str, float]:
-        """What the last plan predicts of transfers: bytes that leave the device in a step, and the waits for them."""
-        transfers = shown.timeline.transfers if shown is not None else Transfers()
-        return {"ctdr/moved_gib": transfers.moved_bytes / GIB, "ctdr/transfer_wait_s": transfers.waits_s}
-
-    def new_events(self) -> list[str]:
-        """What the session did since the last call, in words."""
-        events = self.session.events if self.session is not None else []
-        new, self._logged_events = events[self._logged_events :], len(events)
-        return new
-
-    def explain(self) -> str:
-        """The last plan in words."""
-        found = self.session.plan if self.session is not None else None
-        return found.explain() if found is not None else "No plan yet."
-
-    def picture(self) -> Any:
-        """Memory over the planned step beside the plain one, a matplotlib figure; None without matplotlib or a plan."""
-        session = self.session
-        if session is None or session.trace is None or session.plan is None or find_spec("matplotlib") is None:
-            return None
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(8, 3), layout="constrained")
-        axes = simulate(session.trace).plot(figure.subplots(), label="everything kept")
-        session.plan.timeline.plot(axes, label=f"plan ({session.plan.policy})")
-        return figure
 
     def release(self) -> None:
         """Leave everything that is installed."""
