@@ -16,6 +16,7 @@ from ctdr_lightning.basics.progress_bar import track
 
 T = TypeVar("T")
 R = TypeVar("R")
+# Chosen, not tuned: each worker holds the tensors of one layer's factorization.
 _MOST_WORKERS = 8
 
 

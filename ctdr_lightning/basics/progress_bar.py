@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import TypeVar
 
 T = TypeVar("T")
+# What is done sooner needs no bar.
 PATIENCE_S = 2.0
 
 
@@ -28,7 +29,7 @@ def track(items: Iterable[T], label: str, *, total: int, enabled: bool = True) -
     try:
         for n_done, item in enumerate(items):
             if enabled and show is None and time.perf_counter() - start_s > PATIENCE_S:
-                show, stop = _open_bar(label, total)
+                show, stop = open_bar(label, total)
             if show is not None:
                 show(n_done)
             yield item
@@ -49,7 +50,16 @@ def _plain(label: str, total: int) -> Callable[[int], None]:
     return show
 
 
-def _open_bar(label: str, total: int) -> tuple[Callable[[int], None], Callable[[], None]]:
+def open_bar(label: str, total: int) -> tuple[Callable[[int], None], Callable[[], None]]:
+    """Open a bar on a terminal, or plain lines elsewhere.
+
+    Args:
+        label: Stands before the count.
+        total: How many items there are.
+
+    Returns:
+        A function that shows how many are done, and one that takes the bar down.
+    """
     if find_spec("rich") is None or not sys.stderr.isatty():
         return _plain(label, total), lambda: None
     from rich.console import Console

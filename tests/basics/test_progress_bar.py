@@ -21,13 +21,13 @@ def test_bar_on_a_terminal_is_taken_down_even_after_an_error(monkeypatch):
     monkeypatch.setattr(progress, "PATIENCE_S", -1.0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     stopped = []
-    real = progress._open_bar
+    real = progress.open_bar
 
     def opened(label, total):
         show, stop = real(label, total)
         return show, lambda: (stop(), stopped.append(True))
 
-    monkeypatch.setattr(progress, "_open_bar", opened)
+    monkeypatch.setattr(progress, "open_bar", opened)
 
     def items():
         yield 1

@@ -5,7 +5,7 @@ from torch import nn
 from ctdr_lightning.basics.torch_private import n_dispatch_modes
 from ctdr_lightning.memory import RECOMPUTE, Session, Simulator, plan, signature_of
 from ctdr_lightning.memory.session import MAX_DIVERGENCES
-from ctdr_lightning.memory.values.live_bytes import _trackers
+from ctdr_lightning.memory.values.live_bytes import active_trackers
 from tests.memory.harness import Bench, everything_dropped, planned
 from tests.memory.leaks import assert_nothing_is_installed, left_behind
 
@@ -138,7 +138,7 @@ def test_abort_leaves_everything(steps_before):
     assert not objects
     assert n_bytes == 0
     assert_nothing_is_installed()
-    assert not _trackers
+    assert not active_trackers()
     run(session, net, batch)
     assert session.plan is not None
 

@@ -25,6 +25,7 @@ from ctdr_lightning.basics.units import format_bytes
 from ctdr_lightning.memory.holders.base import HOLDERS, HolderOptions, as_bytes
 from ctdr_lightning.memory.holders.extents import Extents
 
+# A page: direct reads and writes of a file must begin and end at one.
 GRANULE = 4096
 # Tried 0.25, 1, 2, 4, 8 MiB: from 1 MiB on the rate is that of the disk; 2 MiB keeps both buffers at 4 MiB.
 STAGING_BYTES = 2 * 2**20

@@ -18,6 +18,7 @@ from ctdr_lightning.memory.holders.base import Holder, HolderOptions, Holders
 from ctdr_lightning.memory.traces.machine import CodecCost, Link
 from ctdr_lightning.memory.values.live_bytes import PeakMeter
 
+# The least of three: the first also warms up, a second may be disturbed.
 _RUNS = 3
 _SAMPLE_BYTES = 2**22
 _TRANSFER_BYTES = 2**24

@@ -22,6 +22,7 @@ from ctdr_lightning.memory.values.op_traits import traits
 
 # A benchmark lasts about this long: with it the steps of eleven candidates of two networks were predicted within 5 %.
 _ENOUGH_S = 0.006
+# The least of three: another process may have disturbed the others.
 _ROUNDS = 3
 # So many calls of each op, the longest, are also run alone: in a step caches are cold. Ratios found: 0.8 to 1.3.
 _COMPARED = 4

@@ -38,6 +38,7 @@ _PROBED = {  # from op to the positions of its batched arguments
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": (0, 1, 2, 3, 4, 5),
 }
 _AFFORDABLE_BYTES = 32 * 2**20
+# A prime: no kernel asks for so many bytes by itself.
 _MARK_BYTES = 104_729
 
 

@@ -234,7 +234,7 @@ class Evictor:
             victim = self._choose()
             if victim is None:
                 return
-            self._evict(victim)
+            self.evict(victim)
 
     def _choose(self) -> Value | None:
         found = [(c, v) for c in self._candidates() if (v := c.value()) is not None]
@@ -257,7 +257,7 @@ class Evictor:
         staleness = self._now - candidate.last + 1
         return self._cost(candidate) / (max(candidate.n_bytes, 1) * staleness)
 
-    def _evict(self, value: Value) -> None:
+    def evict(self, value: Value) -> None:
         """Drop a value and all that hold the same storage: one alone would free nothing."""
         storage = value.tensor.untyped_storage() if value.tensor is not None else None
         for near in value.eviction.relatives():

@@ -21,6 +21,7 @@ from ctdr_lightning.basics.files import write_text
 from ctdr_lightning.memory.traces.machine import CodecCost, Link
 
 TRACE_VERSION = 3
+# 256 TiB: a larger number in a file is damage.
 MAX_BYTES = 2**48
 WEIGHT = "a weight"  # the pin of a parameter that requires grad
 MAX_REGIONS = 2**20  # forwards of modules in one step; lists of this length are made for each plan

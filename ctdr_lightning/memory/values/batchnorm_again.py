@@ -21,6 +21,7 @@ from torch import Tensor
 from ctdr_lightning.basics.torch_private import OpOverload, no_dispatch_modes
 from ctdr_lightning.memory.values.value import Node, Value
 
+# The least of three: the first also warms up.
 N_TIMINGS = 3
 _BATCH_NORM = torch.ops.aten.native_batch_norm.default
 _TRAINING = 5

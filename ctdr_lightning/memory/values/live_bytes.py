@@ -17,6 +17,11 @@ from ctdr_lightning.memory.values.tensors import storage_of
 _trackers: list[LiveBytes] = []
 
 
+def active_trackers() -> tuple[LiveBytes, ...]:
+    """The trackers that are entered now: none, once a step is over."""
+    return tuple(_trackers)
+
+
 def tell_trackers(tensors: Iterable[Any]) -> None:
     """Tell every active tracker of tensors that were made where no dispatch mode sees them."""
     if _trackers:

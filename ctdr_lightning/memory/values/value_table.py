@@ -57,6 +57,10 @@ class ValueTable:
         self._files: dict[int, tuple[weakref.ref[torch.UntypedStorage] | None, list[weakref.ref[Value]]]] = {}
         self._on_death = _forgetter(self._values)
 
+    def __len__(self) -> int:
+        """How many live tensors have a value."""
+        return len(self._values)
+
     def find(self, tensor: Tensor) -> Value | None:
         """The value of a live tensor at its present version, if an op call that can be replayed made it.
 

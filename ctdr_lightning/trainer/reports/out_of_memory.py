@@ -16,6 +16,7 @@ from ctdr_lightning.basics.torch_private import dump_cuda_memory
 from ctdr_lightning.basics.units import format_bytes
 from ctdr_lightning.memory import Plan, Trace, simulate
 
+# Fits a screen.
 _ROWS = 20
 Row = tuple[str, str, int]
 

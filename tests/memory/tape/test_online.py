@@ -81,9 +81,9 @@ def test_small_tensors_are_left_alone():
     evicted = []
 
     class Watching(Evictor):
-        def _evict(self, value):
+        def evict(self, value):
             evicted.append(value.eviction.n_bytes)
-            super()._evict(value)
+            super().evict(value)
 
     def step():
         h, t = x, tiny

@@ -7,7 +7,7 @@ from torch import nn
 from ctdr_lightning.basics.torch_private import n_dispatch_modes, top_saved_tensors_hooks
 from ctdr_lightning.memory import RECOMPUTE, RECOMPUTE_EACH, Recorder, Tape, plan
 from ctdr_lightning.memory.tape.online import Evictor
-from ctdr_lightning.memory.values.live_bytes import PeakMeter, _trackers
+from ctdr_lightning.memory.values.live_bytes import PeakMeter, active_trackers
 from tests.memory.harness import Bench, everything_dropped, planned, random_actions
 from tests.memory.leaks import assert_nothing_is_installed, engine_objects, left_behind
 
@@ -48,7 +48,7 @@ def test_a_plan_that_keeps_everything_installs_nothing():
     assert kept.keeps_all
     with Tape(kept, Evictor(1)) as tape:
         assert_nothing_is_installed()
-        assert not _trackers
+        assert not active_trackers()
         net(torch.randn(2, 3, 8, 8))
     assert not tape.diverged
 
@@ -62,7 +62,7 @@ def test_everything_installed_leaves_again(guard):
         bench.step(net)
     assert any(heard)
     assert_nothing_is_installed()
-    assert not _trackers
+    assert not active_trackers()
 
 
 @contextmanager
@@ -142,7 +142,7 @@ def test_an_exception_leaves_nothing_behind(guard, where):
     assert not objects
     assert n_bytes == 0
     assert_nothing_is_installed()
-    assert not _trackers
+    assert not active_trackers()
     assert not bench.run(make(), around=guard in ("recorder", "online")).differs_from(want)
 
 

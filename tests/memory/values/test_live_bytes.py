@@ -6,7 +6,7 @@ from torch import nn
 
 from ctdr_lightning.basics.torch_private import n_dispatch_modes
 from ctdr_lightning.memory import Tape, plan
-from ctdr_lightning.memory.values.live_bytes import LiveBytes, PeakMeter, _trackers, tell_trackers
+from ctdr_lightning.memory.values.live_bytes import LiveBytes, PeakMeter, active_trackers, tell_trackers
 from tests.memory.harness import Bench
 
 
@@ -56,7 +56,7 @@ def test_replays_are_told_to_trackers_while_they_are_entered():
     with LiveBytes() as live:
         tell_trackers([x])
     assert live.now == 400
-    assert live not in _trackers
+    assert live not in active_trackers()
 
 
 def test_peak_meter_sees_forward_backward_and_given_outputs():
@@ -75,7 +75,7 @@ def test_peak_meter_sees_forward_backward_and_given_outputs():
 def test_peak_meter_leaves_when_the_block_raises():
     with pytest.raises(ValueError, match="stop"), PeakMeter() as meter:
         raise ValueError("stop")
-    assert meter.live not in _trackers
+    assert meter.live not in active_trackers()
     assert n_dispatch_modes() == 0
 
 

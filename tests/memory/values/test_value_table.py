@@ -153,11 +153,11 @@ def test_entries_vanish_with_their_tensors():
     table, x = ValueTable(), torch.ones(3)
     for _ in range(5):
         run(table, aten.exp.default, x)
-    assert not table._values
+    assert len(table) == 0
     _, y = run(table, aten.exp.default, x)
-    assert len(table._values) == 1
+    assert len(table) == 1
     run(table, aten.relu_.default, y)
-    assert len(table._values) == 1
+    assert len(table) == 1
     table.clear()
     assert table.find(y) is None
 
