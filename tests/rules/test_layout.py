@@ -149,3 +149,24 @@ def test_the_documents_list_every_folder():
     listing = page[page.index("```text") : page.index("```", page.index("```text") + 3)]
     listed = {line.split()[0].rstrip("/") for line in listing.splitlines() if line.split() and "/" in line.split()[0]}
     assert {path.parent.name for path in PACKAGE.rglob("__init__.py")} - {PACKAGE.name} <= listed
+
+
+def test_every_file_and_folder_that_the_documents_list_is_there():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    listing = page[page.index("```text") + len("```text") : page.index("```", page.index("```text") + 3)]
+    above: dict[int, Path] = {-1: ROOT}
+    for line in listing.strip().splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        above[depth] = above[depth - 1] / line.split()[0]
+        assert above[depth].exists(), above[depth]
+        for word in line.split()[1:]:
+            if word.rstrip(":,;.").endswith(".py"):
+                assert (above[depth] / word.rstrip(":,;.")).exists(), word
+
+
+def test_one_word_means_one_thing():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = [line.split("|")[1] for line in page[page.index("## Words") :].splitlines() if line.startswith("| *")]
+    words = [word.strip(" *") for row in rows for word in row.split(",")]
+    assert len(words) > 20
+    assert len(words) == len(set(words))
