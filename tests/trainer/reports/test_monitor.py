@@ -159,7 +159,7 @@ def test_utilisation_is_the_share_of_the_devices_promise(monkeypatch):
 
 def test_operations_are_counted_once_without_recomputation(monkeypatch):
     monkeypatch.setattr("ctdr_lightning.trainer.reports.monitor.peak_flops", lambda _: 1e12)
-    monkeypatch.setattr("ctdr_lightning.callback.peak_flops", lambda _: 1e12)
+    monkeypatch.setattr("ctdr_lightning.trainer.fit_run.peak_flops", lambda _: 1e12)
     found = []
     for policy in ("keep", "sqrt"):
         callback = CTDRCallback(rank=None, policy=policy, verbose=False)
