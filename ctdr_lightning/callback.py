@@ -52,9 +52,11 @@ class CTDRCallback(Callback):
         allow_untested: Go on under a strategy that is not among the tested ones.
         verbose: Print what was decomposed and planned.
         offload: Where saved tensors may wait besides the device: ``"host"``, ``"disk"``, or a list of these.
-        disk_folder: Folder of the disk's file; None takes the system's folder for temporary files.
+        disk_folder: Folder of the disk's files; None takes the system's folder for temporary files.
         codecs: How saved tensors may be written smaller: ``"exact"`` in ways that leave every gradient as it is, a list
             of names for others, None not at all.
+        optimizer_state: Where the optimizers' state waits between their steps: ``"host"`` (of a GPU), ``"disk"``, or
+            None for the device.
 
     Attributes:
         options: The arguments.
@@ -89,11 +91,13 @@ class CTDRCallback(Callback):
         offload: str | list[str] | None = None,
         disk_folder: str | Path | None = None,
         codecs: str | list[str] | None = None,
+        optimizer_state: str | None = None,
     ) -> None:
         super().__init__()
         self.options = CallbackOptions(
             rank, method, select, memory_budget, policy, Recovery.read(recovery), choices, allocate, data, max_slowdown,
             max_loss, retry_on_oom, keep_gradients, over_budget, allow_untested, verbose, offload, disk_folder, codecs,
+            optimizer_state,
         )  # fmt: skip
         self.run = FitRun(self.options)
 

@@ -137,6 +137,22 @@ def dump_cuda_memory(path: str) -> None:
     torch.cuda.memory._dump_snapshot(path)
 
 
+def replaces_scheduled_step(step: Any) -> None:
+    """Tell learning rate schedulers that this function does what their own wrapper of an optimizer's step does.
+
+    Without the mark a scheduler that was made before warns that the step was overridden.
+    """
+    step._wrapped_by_lr_sched = True
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Tell a learning rate scheduler that the optimizer has stepped, as its own wrapper of the step does.
+
+    Without it the scheduler warns that it was stepped first; torch has no public name for the mark.
+    """
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
 __all__ = [
     "AUTOCAST_KEYS",
     "NEEDS_VALUES",
@@ -157,11 +173,13 @@ __all__ = [
     "graph_task_id",
     "higher_order_utils",
     "is_key_excluded",
+    "mark_stepped",
     "n_dispatch_modes",
     "no_dispatch_modes",
     "pop_dispatch_mode",
     "profiler_events",
     "push_dispatch_mode",
+    "replaces_scheduled_step",
     "set_grad_enabled",
     "top_saved_tensors_hooks",
     "tree_flatten",

@@ -40,6 +40,7 @@ class FitRun:
         surgeon: Decides which layers are cut, and cuts them.
         coach: Wins the accuracy back; None without recovery.
         memory: Plans the steps.
+        states: Keeps the optimizers' state elsewhere, where that is asked for.
         steps: Wraps ``training_step`` and ``backward``.
         monitor: Counts batches and samples.
         reporter: Says what the run does.
@@ -61,6 +62,7 @@ class FitRun:
             raise ConfigError("recovery is given, but nothing is decomposed.", "Give rank=, or leave recovery out.")
         self.coach = Coach(options.recovery, self.surgeon) if options.recovery is not None else None
         self.memory = MemoryStage(options)
+        self.states = options.states()
         self.steps = StepRunner()
         self.monitor = Monitor()
         self.reporter = Reporter(options.verbose, self.surgeon, self.memory, self.steps, self.monitor)
@@ -152,10 +154,12 @@ class FitRun:
         self.randomness.epoch_start(trainer)
         if self.coach is not None:
             self.steps.release()
+            self.states.release()  # a cut gives the optimizers other parameters
             self.coach.epoch_start(trainer, module)
             self._attach(trainer, module)
 
     def _attach(self, trainer: Trainer, module: LightningModule) -> None:
+        self.states.attach(trainer)
         if not has_compiled_step(module):
             self.memory.prepare(trainer, module)
         self.steps.session = self.memory.session
@@ -218,6 +222,7 @@ class FitRun:
     def _epoch_trained(self, trainer: Trainer, module: LightningModule) -> None:
         if self.coach is not None:
             self.steps.release()  # the module is copied; the next epoch wraps its step again
+            self.states.release()  # and so is the optimizers' state
             self.coach.epoch_trained(trainer, module)
 
     def training_done(self, trainer: Trainer) -> None:
@@ -241,6 +246,7 @@ class FitRun:
         """End a step that is under way, and unwrap it."""
         self.steps.release()
         self.memory.release()
+        self.states.release(over=True)
         if self.coach is not None:
             self.coach.release()
 

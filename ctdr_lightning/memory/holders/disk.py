@@ -228,7 +228,8 @@ class Disk:
     def write_all(self, sources: list[Tensor], places: list[tuple[int, int]]) -> None:
         """On the writer's thread: tensors to the file, through the staging buffer."""
         staging = self._out
-        for source, (start, n_bytes) in zip(sources, places, strict=True):
+        for start, n_bytes in places:
+            source = sources.pop(0)  # the pool's thread keeps its arguments for a moment after the result is there
             begin_s = time.perf_counter()
             for done in range(0, n_bytes, STAGING_BYTES):
                 length = min(STAGING_BYTES, n_bytes - done)
@@ -240,7 +241,8 @@ class Disk:
         """On the reader's thread: the file to tensors, through the staging buffer."""
         written.result()
         staging = self._in
-        for target, (start, n_bytes) in zip(targets, places, strict=True):
+        for start, n_bytes in places:
+            target = targets.pop(0)
             begin_s = time.perf_counter()
             for done in range(0, n_bytes, STAGING_BYTES):
                 length = min(STAGING_BYTES, n_bytes - done)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.units import format_bytes, format_roomy
+from ctdr_lightning.memory.holders.optimizer_state import state_away_of
 from ctdr_lightning.memory.values.live_bytes import PeakMeter
 
 # What torch's optimizers know, from the fastest where memory does not count to the leanest.
@@ -57,7 +58,7 @@ def predict(optimizers: list[torch.optim.Optimizer], **settings: bool) -> Optimi
         OptimizerBytes(state=8000004, temporary=4000000)
     """
     try:
-        each = [_measure(optimizer, settings) for optimizer in optimizers]
+        each = [_take(optimizer, settings) for optimizer in optimizers]
     except Exception:  # whatever an optimizer of somebody's raises on tensors without contents: it is measured instead
         return None
     return OptimizerBytes(sum(state for state, _ in each), max((temporary for _, temporary in each), default=0))
@@ -101,11 +102,23 @@ def optimizer_does_not_fit(
     )
 
 
-def _measure(optimizer: torch.optim.Optimizer, settings: dict[str, bool]) -> tuple[int, int]:
+def _take(optimizer: torch.optim.Optimizer, settings: dict[str, bool]) -> tuple[int, int]:
+    """Bytes of the state and of a step; where the state waits elsewhere, two chunks of it are a part of the step."""
+    away = state_away_of(optimizer)
+    if away is None:
+        return _measure(optimizer, settings)
+    largest = max(away.chunks(), key=lambda params: sum(p.nbytes for p in params), default=[])
+    state, temporary = _measure(optimizer, settings, set(largest))
+    return away.device_bytes, 2 * state + temporary
+
+
+def _measure(
+    optimizer: torch.optim.Optimizer, settings: dict[str, bool], only: set[Tensor] | None = None
+) -> tuple[int, int]:
     if settings.get("fused", all(group.get("fused") for group in optimizer.param_groups)):
         # a fused kernel refuses meta tensors; its state is that of the others, and it allocates nothing
-        return _measure(optimizer, {"foreach": False, "fused": False})[0], 0
-    twin = _twin(optimizer, settings)
+        return _measure(optimizer, {"foreach": False, "fused": False}, only)[0], 0
+    twin = _twin(optimizer, settings, only)
     params = [p for group in twin.param_groups for p in group["params"]]
     peaks: list[int] = []
     state = 0
@@ -119,14 +132,21 @@ def _measure(optimizer: torch.optim.Optimizer, settings: dict[str, bool]) -> tup
     return state, max(0, *peaks)
 
 
-def _twin(optimizer: torch.optim.Optimizer, settings: dict[str, bool]) -> Any:
-    """An optimizer of the same class and settings on meta tensors, without state and without hooks."""
+def _twin(optimizer: torch.optim.Optimizer, settings: dict[str, bool], only: set[Tensor] | None = None) -> Any:
+    """An optimizer of the same class and settings on meta tensors, without state and without hooks.
+
+    Args:
+        optimizer: It is not changed.
+        settings: What is to be other than it is.
+        only: The parameters that it has; None for all of them.
+    """
     kind: Any = type(optimizer)
     twin = kind.__new__(kind)
     # neither hooks nor the step that schedulers put over the class's own
     plain = {k: v for k, v in vars(optimizer).items() if not k.startswith("_optimizer_") and k != "step"}
     groups = [
-        {**group, **_setting(group, settings), "params": _meta(group["params"])} for group in optimizer.param_groups
+        {**group, **_setting(group, settings), "params": _meta(group["params"], only)}
+        for group in optimizer.param_groups
     ]
     twin.__setstate__({**plain, "state": defaultdict(dict), "param_groups": groups})
     return twin
@@ -141,10 +161,11 @@ def _setting(group: dict[str, Any], settings: dict[str, bool]) -> dict[str, Any]
     return {}
 
 
-def _meta(params: list[Tensor]) -> list[nn.Parameter]:
+def _meta(params: list[Tensor], only: set[Tensor] | None) -> list[nn.Parameter]:
     if any(isinstance(p, DTensor) for p in params):
         raise TypeError("a shard")
-    return [nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in params if p.requires_grad]
+    trained = [p for p in params if p.requires_grad and (only is None or p in only)]
+    return [nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in trained]
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -1,0 +1,246 @@
+"""An optimizer's state waits elsewhere between its steps, and passes through memory a chunk at a time within them.
+
+Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", USENIX ATC 2021, arXiv 2101.06840; for the disk
+Rajbhandari et al., "ZeRO-Infinity", SC 2021, arXiv 2104.07857.
+
+Reproduced: the optimizer's state is in host memory or on a disk; the next chunk is read while one is updated, and the
+    last one is written behind it.
+Modelled: nothing; the step runs as it is, with the same results to the bit.
+Left out: gradients and weights stay on the device, and the update runs there rather than on the host, so that any
+    optimizer of ``torch.optim`` may be used that updates its parameters one by one; the delayed update, which changes
+    results; partitions over ranks.
+
+Memory: the state of two chunks. Time: the state's bytes over the link twice a step, where the update does not hide it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from types import MethodType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.basics.torch_private import mark_stepped, replaces_scheduled_step
+from ctdr_lightning.memory.holders.base import Holder, Parcel
+
+# Parameters of a chunk. Adam's state of 16 MiB of parameters is 32 MiB, and two chunks are there at once. On a disk
+# 4 MiB took 12 % longer where tried, as transfers are short, and 64 MiB 20 %, as less of them is hidden.
+CHUNK_BYTES = 16 * 2**20
+# A smaller net's chunks are smaller, so that two of them and their state are a quarter of what the weights take.
+CHUNK_SHARE = 1 / 16
+# Counters and single numbers stay: moving them would cost more than they take.
+LEAST_BYTES = 4096
+NOT_BY_PARAMETER = ("LBFGS",)
+
+_ATTACHED: WeakKeyDictionary[Optimizer, StateAway] = WeakKeyDictionary()
+
+
+def state_away_of(optimizer: Optimizer) -> StateAway | None:
+    """What keeps an optimizer's state elsewhere, where something does."""
+    return _ATTACHED.get(optimizer)
+
+
+class _Moved:
+    """The large tensors of one parameter's state, elsewhere."""
+
+    def __init__(self, holder: Holder, tensors: dict[str, Tensor]) -> None:
+        self.shapes = {name: (t.shape, t.stride()) for name, t in tensors.items()}
+        self.n_bytes = sum(t.nbytes for t in tensors.values())
+        self.parcel: Parcel = holder.put([t.as_strided((t.numel(),), (1,)) for t in tensors.values()])
+
+    def fetch(self) -> dict[str, Tensor]:
+        flat = self.parcel.fetch()
+        return {n: t.as_strided(*self.shapes[n]) for n, t in zip(self.shapes, flat, strict=True)}
+
+
+class StateAway:
+    """Keeps an optimizer's state in a holder between steps.
+
+    ``optimizer.step``, ``state_dict`` and ``load_state_dict`` work as before: a state dict holds tensors in host
+    memory, and hooks on the step run once.
+
+    Args:
+        optimizer: One of ``torch.optim`` that updates its parameters one by one.
+        holder: Where the state waits.
+        chunk_bytes: Parameters that are updated at once, in bytes; a larger one is a chunk of its own. None takes a
+            sixteenth of all, and 16 MiB at most.
+
+    Raises:
+        ConfigError: When the optimizer is none of ``torch.optim``, needs all parameters at once, or keeps shards.
+
+    Example:
+        >>> from ctdr_lightning.memory.holders import HolderOptions, Holders
+        >>> weight, holders = torch.nn.Parameter(torch.ones(64, 64)), Holders(HolderOptions())
+        >>> optimizer = torch.optim.Adam([weight])
+        >>> away = StateAway(optimizer, holders["disk"])
+        >>> weight.sum().backward()
+        >>> optimizer.step()
+        >>> away.moved_bytes, sorted(optimizer.state_dict()["state"][0])
+        (32768, ['exp_avg', 'exp_avg_sq', 'step'])
+        >>> away.release()
+        >>> holders.close()
+    """
+
+    def __init__(self, optimizer: Optimizer, holder: Holder, chunk_bytes: int | None = None) -> None:
+        _check(optimizer)
+        self._optimizer = optimizer
+        self._holder = holder
+        total = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
+        self._chunk_bytes = min(CHUNK_BYTES, int(CHUNK_SHARE * total)) if chunk_bytes is None else chunk_bytes
+        self._moved: dict[Tensor, _Moved] = {}
+        self._own_step = vars(optimizer).get("step")
+        # The class's own function without hooks and without its switch of the grad mode: hooks are to run once a step.
+        self._update_all: Callable[..., Any] = inspect.unwrap(type(optimizer).step)
+        step = Optimizer.profile_hook_step(lambda optimizer, closure=None: self._step(optimizer, closure))
+        replaces_scheduled_step(step)
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+        self._hooks = [
+            optimizer.register_state_dict_post_hook(self._add_to_state_dict),
+            optimizer.register_load_state_dict_post_hook(lambda _: self._reload()),
+        ]
+        self._put_all()
+        _ATTACHED[optimizer] = self
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of the state that wait elsewhere."""
+        return sum(moved.n_bytes for moved in self._moved.values())
+
+    def chunks(self) -> list[list[Tensor]]:
+        """The parameters that are updated together, in the optimizer's order."""
+        return [params for _, params in self._chunks()]
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the device's memory that moving takes all along."""
+        return self._holder.device_bytes
+
+    def release(self, device: torch.device | None = None) -> None:
+        """Bring the state back and leave the optimizer as it was.
+
+        Args:
+            device: Where the state is to be; None is where it came from.
+        """
+        for param in list(self._moved):
+            self._bring(param, device)
+        for hook in self._hooks:
+            hook.remove()
+        if self._own_step is None:
+            del self._optimizer.step
+        else:
+            self._optimizer.step = self._own_step  # type: ignore[method-assign]
+        _ATTACHED.pop(self._optimizer, None)
+
+    def _chunks(self) -> Iterator[tuple[int, list[Tensor]]]:
+        """``(index of the group, parameters)``: neighbours of one group up to the size of a chunk."""
+        for index, group in enumerate(self._optimizer.param_groups):
+            chunk: list[Tensor] = []
+            for param in group["params"]:
+                if chunk and sum(p.nbytes for p in chunk) + param.nbytes > self._chunk_bytes:
+                    yield index, chunk
+                    chunk = []
+                chunk.append(param)
+            if chunk:
+                yield index, chunk
+
+    def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """The optimizer's step, a chunk at a time."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        mark_stepped(optimizer)  # as a scheduler's own wrapper does, which this one replaces
+        with torch.no_grad():
+            self._update([(i, params) for i, params in self._chunks() if any(p.grad is not None for p in params)])
+        return loss
+
+    def _update(self, chunks: Sequence[tuple[int, list[Tensor]]]) -> None:
+        groups = self._optimizer.param_groups
+        whole = [group["params"] for group in groups]
+        leaving: list[_Moved] = []
+        try:
+            for place, (index, params) in enumerate(chunks):
+                for param in params:
+                    self._bring(param)
+                for moved in leaving:  # two chunks are there at once: this one, and the next on its way
+                    moved.parcel.gone()
+                if place + 1 < len(chunks):
+                    self._start(chunks[place + 1][1])
+                for group in groups:
+                    group["params"] = []
+                groups[index]["params"] = params
+                self._update_all(self._optimizer)
+                leaving = [put for param in params if (put := self._put(param)) is not None]
+        finally:
+            for group, params in zip(groups, whole, strict=True):
+                group["params"] = params
+            for moved in leaving:
+                moved.parcel.gone()
+
+    def _start(self, params: Sequence[Tensor]) -> None:
+        for param in params:
+            if param in self._moved:
+                self._moved[param].parcel.start()
+
+    def _put(self, param: Tensor) -> _Moved | None:
+        """Start to move a parameter's state out; its tensors are no longer in ``optimizer.state``."""
+        state = self._optimizer.state.get(param)
+        large = {n: t for n, t in (state or {}).items() if isinstance(t, Tensor) and _can_move(t)}
+        if state is None or not large:
+            return None
+        moved = self._moved[param] = _Moved(self._holder, large)
+        for name in large:
+            del state[name]
+        return moved
+
+    def _put_all(self) -> None:
+        for param in list(self._optimizer.state):
+            moved = self._put(param)
+            if moved is not None:
+                moved.parcel.gone()
+
+    def _bring(self, param: Tensor, device: torch.device | None = None) -> None:
+        moved = self._moved.pop(param, None)
+        if moved is not None:
+            self._optimizer.state[param].update({name: t.to(device) for name, t in moved.fetch().items()})
+
+    def _reload(self) -> None:
+        """What was loaded replaces what waits elsewhere."""
+        self._moved.clear()
+        self._put_all()
+
+    def _add_to_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Copies in host memory, one parameter's at a time."""
+        order = [param for group in optimizer.param_groups for param in group["params"]]
+        state = dict(state_dict["state"])
+        for index, param in enumerate(order):
+            if param in self._moved:
+                here = {name: tensor.cpu() for name, tensor in self._moved[param].fetch().items()}
+                state[index] = {**state.get(index, {}), **here}
+        return {**state_dict, "state": state}
+
+
+def _can_move(tensor: Tensor) -> bool:
+    plain = type(tensor) is Tensor and tensor.layout is torch.strided
+    return plain and tensor.untyped_storage().nbytes() == tensor.nbytes >= LEAST_BYTES
+
+
+def _check(optimizer: Optimizer) -> None:
+    kind = type(optimizer)
+    if not kind.__module__.startswith("torch.optim") or kind.__name__ in NOT_BY_PARAMETER:
+        raise ConfigError(
+            f"The state of {kind.__name__} cannot wait elsewhere: it is not known to update its parameters one by one.",
+            "Use an optimizer of torch.optim other than LBFGS, or leave optimizer_state out.",
+        )
+    if any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
+        raise ConfigError(
+            "An optimizer over shards keeps its state where the shards are.",
+            "Use FSDP's own offload: ModelParallelStrategy with a CPUOffloadPolicy; or leave optimizer_state out.",
+        )
