@@ -47,6 +47,27 @@ def state_away_of(optimizer: Optimizer) -> StateAway | None:
     return _ATTACHED.get(optimizer)
 
 
+def chunks_of(optimizer: Optimizer, chunk_bytes: int | None = None) -> Iterator[tuple[int, list[Tensor]]]:
+    """What is updated together: ``(index of the group, parameters)``, neighbours of one group up to a size.
+
+    Args:
+        optimizer: It is not changed.
+        chunk_bytes: Parameters of a chunk, in bytes; a larger one is a chunk of its own. None takes a sixteenth of all,
+            and 16 MiB at most.
+    """
+    total = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
+    most = min(CHUNK_BYTES, int(CHUNK_SHARE * total)) if chunk_bytes is None else chunk_bytes
+    for index, group in enumerate(optimizer.param_groups):
+        chunk: list[Tensor] = []
+        for param in group["params"]:
+            if chunk and sum(p.nbytes for p in chunk) + param.nbytes > most:
+                yield index, chunk
+                chunk = []
+            chunk.append(param)
+        if chunk:
+            yield index, chunk
+
+
 class _Moved:
     """The large tensors of one parameter's state, elsewhere."""
 
@@ -69,8 +90,7 @@ class StateAway:
     Args:
         optimizer: One of ``torch.optim`` that updates its parameters one by one.
         holder: Where the state waits.
-        chunk_bytes: Parameters that are updated at once, in bytes; a larger one is a chunk of its own. None takes a
-            sixteenth of all, and 16 MiB at most.
+        chunk_bytes: Parameters that are updated at once, in bytes; see :func:`chunks_of`.
 
     Raises:
         ConfigError: When the optimizer is none of ``torch.optim``, needs all parameters at once, or keeps shards.
@@ -89,11 +109,10 @@ class StateAway:
     """
 
     def __init__(self, optimizer: Optimizer, holder: Holder, chunk_bytes: int | None = None) -> None:
-        _check(optimizer)
+        check_movable(optimizer)
         self._optimizer = optimizer
         self._holder = holder
-        total = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
-        self._chunk_bytes = min(CHUNK_BYTES, int(CHUNK_SHARE * total)) if chunk_bytes is None else chunk_bytes
+        self._chunk_bytes = chunk_bytes
         self._moved: dict[Tensor, _Moved] = {}
         self._own_step = vars(optimizer).get("step")
         # The class's own function without hooks and without its switch of the grad mode: hooks are to run once a step.
@@ -112,10 +131,6 @@ class StateAway:
     def moved_bytes(self) -> int:
         """Bytes of the state that wait elsewhere."""
         return sum(moved.n_bytes for moved in self._moved.values())
-
-    def chunks(self) -> list[list[Tensor]]:
-        """The parameters that are updated together, in the optimizer's order."""
-        return [params for _, params in self._chunks()]
 
     @property
     def device_bytes(self) -> int:
@@ -138,18 +153,6 @@ class StateAway:
             self._optimizer.step = self._own_step  # type: ignore[method-assign]
         _ATTACHED.pop(self._optimizer, None)
 
-    def _chunks(self) -> Iterator[tuple[int, list[Tensor]]]:
-        """``(index of the group, parameters)``: neighbours of one group up to the size of a chunk."""
-        for index, group in enumerate(self._optimizer.param_groups):
-            chunk: list[Tensor] = []
-            for param in group["params"]:
-                if chunk and sum(p.nbytes for p in chunk) + param.nbytes > self._chunk_bytes:
-                    yield index, chunk
-                    chunk = []
-                chunk.append(param)
-            if chunk:
-                yield index, chunk
-
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         """The optimizer's step, a chunk at a time."""
         loss = None
@@ -158,7 +161,8 @@ class StateAway:
                 loss = closure()
         mark_stepped(optimizer)  # as a scheduler's own wrapper does, which this one replaces
         with torch.no_grad():
-            self._update([(i, params) for i, params in self._chunks() if any(p.grad is not None for p in params)])
+            chunks = chunks_of(optimizer, self._chunk_bytes)
+            self._update([(i, params) for i, params in chunks if any(p.grad is not None for p in params)])
         return loss
 
     def _update(self, chunks: Sequence[tuple[int, list[Tensor]]]) -> None:
@@ -232,7 +236,12 @@ def _can_move(tensor: Tensor) -> bool:
     return plain and tensor.untyped_storage().nbytes() == tensor.nbytes >= LEAST_BYTES
 
 
-def _check(optimizer: Optimizer) -> None:
+def check_movable(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose state cannot wait elsewhere.
+
+    Raises:
+        ConfigError: When it is none of ``torch.optim``, needs all parameters at once, or keeps shards.
+    """
     kind = type(optimizer)
     if not kind.__module__.startswith("torch.optim") or kind.__name__ in NOT_BY_PARAMETER:
         raise ConfigError(

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.units import format_bytes, format_roomy
-from ctdr_lightning.memory.holders.optimizer_state import state_away_of
+from ctdr_lightning.memory.holders.disk import STAGING_BYTES
+from ctdr_lightning.memory.holders.optimizer_state import check_movable, chunks_of, state_away_of
 from ctdr_lightning.memory.values.live_bytes import PeakMeter
 
 # What torch's optimizers know, from the fastest where memory does not count to the leanest.
@@ -75,6 +76,21 @@ def leaner(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[str, Optim
             yield f"{type(optimizers[0]).__name__}(..., {named})", found
 
 
+def elsewhere(optimizers: list[torch.optim.Optimizer]) -> tuple[str, OptimizerBytes] | None:
+    """What the optimizers would take with their state elsewhere, in words and bytes; None where it cannot be."""
+    on_gpu = any(p.is_cuda for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    if not optimizers or any(state_away_of(optimizer) is not None for optimizer in optimizers):
+        return None
+    try:
+        for optimizer in optimizers:
+            check_movable(optimizer)
+        each = [_measure_away(optimizer, {}, 0 if on_gpu else 2 * STAGING_BYTES) for optimizer in optimizers]
+    except Exception:  # as in predict
+        return None
+    words = f"CTDRCallback(..., optimizer_state={'host' if on_gpu else 'disk'!r})"
+    return words, OptimizerBytes(each[0][0], max(temporary for _, temporary in each))
+
+
 def optimizer_does_not_fit(
     optimizers: list[torch.optim.Optimizer], present: OptimizerBytes, end_bytes: int, budget_bytes: int
 ) -> InfeasibleBudgetError:
@@ -87,9 +103,10 @@ def optimizer_does_not_fit(
         budget_bytes: The budget.
     """
     least = end_bytes + present.temporary
+    away = elsewhere(optimizers)
     fitting = (
         f"use {words}, with which it takes {format_bytes(end_bytes - present.state + found.total)}; or "
-        for words, found in leaner(optimizers)
+        for words, found in (*leaner(optimizers), *([away] if away is not None else []))
         if end_bytes - present.state + found.total <= budget_bytes
     )
     remedy = f"{next(fitting, '')}raise memory_budget to {format_roomy(least)}, or use a lower rank."
@@ -103,13 +120,17 @@ def optimizer_does_not_fit(
 
 
 def _take(optimizer: torch.optim.Optimizer, settings: dict[str, bool]) -> tuple[int, int]:
-    """Bytes of the state and of a step; where the state waits elsewhere, two chunks of it are a part of the step."""
+    """Bytes of the state and of a step."""
     away = state_away_of(optimizer)
-    if away is None:
-        return _measure(optimizer, settings)
-    largest = max(away.chunks(), key=lambda params: sum(p.nbytes for p in params), default=[])
+    return _measure(optimizer, settings) if away is None else _measure_away(optimizer, settings, away.device_bytes)
+
+
+def _measure_away(optimizer: torch.optim.Optimizer, settings: dict[str, bool], device_bytes: int) -> tuple[int, int]:
+    """The same where the state waits elsewhere: two chunks of it are a part of the step."""
+    chunks = (params for _, params in chunks_of(optimizer))
+    largest = max(chunks, key=lambda params: sum(p.nbytes for p in params), default=[])
     state, temporary = _measure(optimizer, settings, set(largest))
-    return away.device_bytes, 2 * state + temporary
+    return device_bytes, 2 * state + temporary
 
 
 def _measure(

@@ -9,7 +9,7 @@ from torch.optim import lr_scheduler
 
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.memory.holders import HolderOptions, Holders
-from ctdr_lightning.memory.holders.optimizer_state import StateAway, state_away_of
+from ctdr_lightning.memory.holders.optimizer_state import StateAway, chunks_of, state_away_of
 from ctdr_lightning.memory.values.live_bytes import PeakMeter
 
 OPTIMIZERS = {
@@ -123,8 +123,8 @@ def test_hooks_run_once_a_step_and_see_all_parameters(disk):
     seen = []
     optimizer.register_step_pre_hook(lambda o, a, k: seen.append(("before", len(o.param_groups[0]["params"]))))
     optimizer.register_step_post_hook(lambda o, a, k: seen.append(("after", len(o.param_groups[0]["params"]))))
-    keeper = StateAway(optimizer, disk, CHUNK)
-    assert len(keeper.chunks()) > 2
+    StateAway(optimizer, disk, CHUNK)
+    assert len(list(chunks_of(optimizer, CHUNK))) > 2
     steps(module, optimizer, 1)
     assert seen == [("before", 6), ("after", 6)]
 

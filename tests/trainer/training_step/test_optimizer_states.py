@@ -59,7 +59,7 @@ def test_weights_gradients_and_state_above_the_budget_train_under_it_to_the_bit(
     budget = 64 * 2**20
     total = 4 * sum(4 * p.numel() for p in plain.parameters())
     assert total > 1.4 * budget
-    with pytest.raises(InfeasibleBudgetError):
+    with pytest.raises(InfeasibleBudgetError, match=r"optimizer_state='disk'\), with which it takes"):
         fit(ctdr(memory_budget=budget), tmp_path / "refused")
     callback = ctdr(memory_budget=budget, optimizer_state="disk", disk_folder=tmp_path)
     moved, trainer = fit(callback, tmp_path / "moved")
