@@ -1,6 +1,8 @@
 """The callback end to end: what it does to the model, what it logs, what a resumed run is, what it refuses."""
 
+import inspect
 from copy import deepcopy
+from dataclasses import fields
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from ctdr_lightning import CTDRCallback, Recovery, merge, restore
 from ctdr_lightning.basics.errors import CheckpointError, ConfigError
 from ctdr_lightning.decomposition import FactorizedLayer
 from ctdr_lightning.recovery import Phase
+from ctdr_lightning.trainer.options import CallbackOptions
 from tests import parts
 
 
@@ -177,3 +180,8 @@ def test_from_checkpoint_follows_the_plan_that_was_saved(tmp_path):
     parts.fit(fresh, again, max_epochs=1)
     assert [p.shape for p in fresh.parameters()] == [p.shape for p in module.parameters()]
     assert again.options.policy == "sqrt"
+
+
+def test_the_options_and_the_callback_have_the_same_defaults():
+    given = {name: item.default for name, item in inspect.signature(CTDRCallback).parameters.items()}
+    assert {f.name: f.default for f in fields(CallbackOptions)} == given

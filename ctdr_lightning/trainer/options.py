@@ -30,22 +30,22 @@ class CallbackOptions:
         ConfigError: When an argument cannot be used.
     """
 
-    rank: Any
-    method: str
-    select: Any
-    memory_budget: int | float | str | None
-    policy: str
-    recovery: Recovery | None
-    choices: Any
-    allocate: str | None
-    data: str | None
-    max_slowdown: float
-    max_loss: float | None
-    retry_on_oom: bool
-    keep_gradients: bool | None
-    over_budget: str
-    allow_untested: bool
-    verbose: bool
+    rank: Any = 0.5
+    method: str = "auto"
+    select: Any = None
+    memory_budget: int | float | str | None = None
+    policy: str = "auto"
+    recovery: Recovery | None = None
+    choices: Any = None
+    allocate: str | None = "auto"
+    data: str | None = "train"
+    max_slowdown: float = 1.0
+    max_loss: float | None = None
+    retry_on_oom: bool = True
+    keep_gradients: bool | None = None
+    over_budget: str = "auto"
+    allow_untested: bool = False
+    verbose: bool = True
     offload: Any = None
     disk_folder: Any = None
     codecs: Any = None
