@@ -26,6 +26,7 @@ from ctdr_lightning.trainer.structure import factorized_names, match_structure
 from ctdr_lightning.trainer.surgeon import Surgeon
 from ctdr_lightning.trainer.training_step.device import peak_flops
 from ctdr_lightning.trainer.training_step.memory_stage import MemoryStage
+from ctdr_lightning.trainer.training_step.optimizer_states import OptimizerStates
 from ctdr_lightning.trainer.training_step.retry import is_out_of_memory
 from ctdr_lightning.trainer.training_step.step_runner import StepRunner
 
@@ -62,7 +63,7 @@ class FitRun:
             raise ConfigError("recovery is given, but nothing is decomposed.", "Give rank=, or leave recovery out.")
         self.coach = Coach(options.recovery, self.surgeon) if options.recovery is not None else None
         self.memory = MemoryStage(options)
-        self.states = options.states()
+        self.states = OptimizerStates(options.optimizer_state, options.disk_folder)
         self.steps = StepRunner()
         self.monitor = Monitor()
         self.reporter = Reporter(options.verbose, self.surgeon, self.memory, self.steps, self.monitor)

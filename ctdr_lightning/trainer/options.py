@@ -15,9 +15,9 @@ from ctdr_lightning.decomposition import METHODS, Choices
 from ctdr_lightning.decomposition.choose.allocate import RESOURCES
 from ctdr_lightning.decomposition.choose.rank import RankSpec
 from ctdr_lightning.memory import POLICIES
+from ctdr_lightning.memory.holders import HOLDERS
 from ctdr_lightning.memory.holders.places import Places
 from ctdr_lightning.recovery.schedule import Recovery, read_yaml
-from ctdr_lightning.trainer.training_step.optimizer_states import OptimizerStates, check_place
 
 OVER_BUDGET = ("auto", "raise", "least")
 
@@ -61,7 +61,8 @@ class CallbackOptions:
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget, total_bytes=1 << 62)
         self.places()
-        check_place(self.optimizer_state)
+        if self.optimizer_state is not None:
+            _known(HOLDERS, "optimizer_state", self.optimizer_state)
         for name in ("retry_on_oom", "allow_untested", "verbose"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is no truth value.", "Write True or False.")
@@ -105,10 +106,6 @@ class CallbackOptions:
         """
         used = self.optimizer_state == "disk" and "disk" not in (self.offload or ())
         return Places.read(self.offload, None if used else self.disk_folder, self.codecs)
-
-    def states(self) -> OptimizerStates:
-        """What puts the optimizers' state elsewhere."""
-        return OptimizerStates(self.optimizer_state, None if self.disk_folder is None else Path(self.disk_folder))
 
     @property
     def fits_budget(self) -> bool:

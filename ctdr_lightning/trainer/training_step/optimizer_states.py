@@ -8,18 +8,8 @@ from typing import Any
 import torch
 
 from ctdr_lightning.basics.errors import ConfigError
-from ctdr_lightning.memory.holders import HOLDERS, HolderOptions, Holders
+from ctdr_lightning.memory.holders import HolderOptions, Holders
 from ctdr_lightning.memory.holders.optimizer_state import StateAway, state_away_of
-
-
-def check_place(to: str | None) -> None:
-    """Refuse a place that does not exist.
-
-    Raises:
-        ConfigError: When it is none of the holders.
-    """
-    if to is not None and to not in HOLDERS:
-        raise ConfigError(f"optimizer_state={to!r} is not known.", f"Valid: {', '.join(HOLDERS)}, or None.")
 
 
 class OptimizerStates:
@@ -30,9 +20,9 @@ class OptimizerStates:
         folder: Where the disk's file is; None takes the system's folder for temporary files.
     """
 
-    def __init__(self, to: str | None, folder: Path | None) -> None:
+    def __init__(self, to: str | None, folder: str | Path | None) -> None:
         self._to = to
-        self._folder = folder
+        self._folder = None if folder is None else Path(folder)
         self._holders: Holders | None = None
         self._away: list[StateAway] = []
 

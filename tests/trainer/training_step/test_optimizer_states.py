@@ -127,7 +127,7 @@ def test_what_a_step_takes_is_predicted(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"optimizer_state": "tape"}, "optimizer_state='tape' is not known"),
+        ({"optimizer_state": "tape"}, "holder 'tape' is not known"),
         ({"optimizer_state": "host"}, "optimizer_state='host': the steps run on 'cpu'"),
     ],
 )
