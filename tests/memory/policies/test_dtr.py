@@ -8,6 +8,7 @@ from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.memory import POLICIES, Budget, Prepared, Simulator, simulate
 from ctdr_lightning.memory.policies.dtr import Projection
 from tests.memory.graphs import chain, graph_trace, residual
+from tests.memory.policies.test_conformance import benched
 
 
 @pytest.mark.parametrize("n", [36, 64, 100, 196])
@@ -42,3 +43,16 @@ def test_the_budget_holds_or_the_error_tells_the_least_peak():
     with pytest.raises(InfeasibleBudgetError) as found:
         POLICIES["dtr"](trace, Budget(peak_bytes=9))
     assert 9 < found.value.least_peak_bytes < plain
+
+
+@pytest.mark.parametrize(("name", "lowest"), [("R", 0.6), ("T", 0.7), ("DenseNet-like", 0.5)])
+def test_the_plan_is_as_fast_as_the_rule_itself(name, lowest):
+    """Within 10 % of the time that the online rule takes on the same trace, down to where few come back in time."""
+    step = Prepared(benched(name)[2])
+    resident = step.trace.resident_bytes
+    for share in (0.9, 0.8, 0.7, 0.6, 0.5):
+        limit = int(resident + share * (step.plain_peak_bytes - resident))
+        rule = Projection(step, limit)
+        rule.run()
+        if share >= lowest:
+            assert POLICIES["dtr"](step, Budget(peak_bytes=limit)).seconds <= 1.1 * rule.seconds
