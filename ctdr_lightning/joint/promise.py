@@ -6,7 +6,7 @@ factorized layer against the dense layer it replaced, at the shapes of the recor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import prod
 
 from torch import nn
@@ -15,9 +15,9 @@ from ctdr_lightning.decomposition.choose.stopwatch import Job, step_seconds
 from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer
 from ctdr_lightning.decomposition.shapes.layer_kinds import is_channels_last, weight_of
 from ctdr_lightning.memory.planner import plan
-from ctdr_lightning.memory.plans.actions import Actions
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.policies import Budget
+from ctdr_lightning.memory.policies.registry import Choose, Policy
 from ctdr_lightning.memory.traces.trace import OpRecord, Trace
 
 
@@ -25,7 +25,7 @@ def promise(
     trace: Trace,
     model: nn.Module,
     max_slowdown: float = 1.0,
-    policy: str | Callable[[Trace, Budget], Actions] = "auto",
+    policy: str | Policy | Choose = "auto",
 ) -> Plan:
     """The plan of least peak whose step takes no longer than the dense model's.
 

@@ -43,7 +43,7 @@ def plan(
         The plan, with its predicted peak and seconds.
 
     Raises:
-        ConfigError: When the budget or the policy's name cannot be read.
+        ConfigError: When the budget or the policy's name cannot be read, or allows less time than the plain step takes.
         InfeasibleBudgetError: When the policy's best plan does not fit; it names the least peak, what sets it, and the
             nearest remedy.
     """

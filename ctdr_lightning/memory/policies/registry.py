@@ -60,9 +60,11 @@ class Policy:
             budget: What the plan may take.
 
         Raises:
+            ConfigError: When the budget allows fewer seconds than the plain step takes.
             InfeasibleBudgetError: When the policy finds nothing that fits.
         """
         step = prepared(step)
+        _check_seconds(step.trace, budget)
         found = self.choose(step, budget, **({} if self.options is None else {"options": self.options}))
         return found if isinstance(found, Timeline) else judge(step, found)
 
@@ -89,6 +91,15 @@ class Policy:
         """Whether it can do more than keep everything: what only moves or compresses needs links or codecs."""
         away = (trace.links and Offload in self.uses) or (trace.codecs and Compress in self.uses)
         return Recompute in self.uses or self.answers_always or bool(away)
+
+
+def _check_seconds(trace: Trace, budget: Budget) -> None:
+    if budget.seconds is not None and not budget.seconds >= trace.seconds:
+        raise ConfigError(
+            f"Budget(seconds={budget.seconds:.6g}) allows less than the plain step takes, {trace.seconds:.6g} s: no "
+            "plan is faster than keeping everything.",
+            f"Allow at least {trace.seconds:.6g} seconds, or limit peak_bytes instead.",
+        )
 
 
 class PolicyRegistry(Registry[Policy]):

@@ -120,3 +120,12 @@ def test_a_candidate_is_simulated_once(policy, monkeypatch):
     chosen = count.pop("timelines")
     plan(step, budget, policy)
     assert count["timelines"] == chosen
+
+
+@pytest.mark.parametrize("policy", ["auto", "sqrt", "rotor", "keep"])
+def test_fewer_seconds_than_the_plain_step_takes_are_refused_with_a_hint(policy):
+    for seconds in (0.0, -1.0, 0.99 * TRACE.seconds, float("nan")):
+        with pytest.raises(ConfigError, match="less than the plain step takes") as found:
+            plan(TRACE, Budget(seconds=seconds), policy)
+        assert f"at least {TRACE.seconds:.6g} seconds" in found.value.hint
+    assert plan(TRACE, Budget(seconds=TRACE.seconds), "auto").seconds == TRACE.seconds
