@@ -106,7 +106,7 @@ class ManyShapes:
         search = Search(step, allowance=POLISH_WORK)
         attempt = Fastest(step, search, limit_bytes)
         attempt.polish([actions], gap)
-        attempt.start((0.0,), gap)
+        attempt.start(((1, 0.0),), gap)
         if attempt.found is None or not attempt.within(gap):
             return None
         self.counts["polished"] += 1

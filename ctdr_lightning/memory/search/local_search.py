@@ -12,7 +12,8 @@ Work is counted in values looked at and ops run again, not in seconds, so that a
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -33,11 +34,11 @@ CROWDED = 0.85
 # Going down, how many of the cheapest moves are simulated again before one is made. Estimates age as moves are made
 # around them; with 48 the best of them is nearly always among them, 12 cost a tenth of the plans' gap.
 MOVES_EXAMINED = 48
-# How many moves that help at the peak but hurt elsewhere are made in a row where no single move helps.
+# How many moves that help at the peak but hurt elsewhere are made in a row where no single move helps. Not tuned.
 PLUNGE_MOVES = 6
 # Below its least peak the search asks for 3 % less at a time: smaller steps take longer, larger ones are missed.
 LOWER_PEAK_BY = 0.97
-# So many random changes in a row may leave the least peak as it is before the search gives up.
+# So many random changes in a row may leave the least peak as it is before the search gives up. Not tuned.
 FRUITLESS_KICKS = 40
 # So many in a row, and one an item, may leave the time at the asked peak as it is. RN18 at half its peak found
 # nothing in 900 more.
@@ -87,6 +88,14 @@ class Search:
         """Let the steps to come use a share of the allowance, counted from the search's beginning."""
         self._stop_work = self._allowance * share
 
+    @contextmanager
+    def at_most(self, share: float) -> Iterator[None]:
+        """Let a block use no more than a share of the allowance, within what is allowed already."""
+        before = self._stop_work
+        self._stop_work = min(before, self.work + self._allowance * share)
+        yield
+        self._stop_work = before
+
     def done(self) -> bool:
         """Whether the allowed work is done."""
         return self.work >= self._stop_work or self._expired()
@@ -101,6 +110,12 @@ class Search:
         self._moves.load(self._moves.state_of(actions))
         self._note()
         return self._settle(limit_bytes, limit_bytes)
+
+    def reach(self, actions: Actions, limit_bytes: int) -> bool:
+        """Bring a plan under a limit, whatever time that takes. Returns whether it fits."""
+        self._moves.load(self._moves.state_of(actions))
+        self._note()
+        return self._descend(limit_bytes)
 
     def improve(self, limit_bytes: int, enough: Callable[[], bool]) -> None:
         """Change the best plan under a limit at random and polish it, until it is good enough or the work is done."""

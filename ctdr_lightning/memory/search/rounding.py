@@ -21,31 +21,30 @@ from ctdr_lightning.memory.simulator.prepared import Prepared
 def relaxed_plans(
     step: Prepared,
     budget_bytes: int,
-    margins: Iterable[float],
+    starts: Iterable[tuple[int, float]],
     thresholds: Iterable[float],
-    n_ticks: int = 1,
 ) -> Iterator[dict[int, Action]]:
     """Solve the relaxation at the budget and at lower ones; round each solution at each threshold.
 
     Args:
         step: The recorded step.
         budget_bytes: The budget.
-        margins: By how much to lower the budget, as shares of the plain peak above the weights, rising.
+        starts: At how many ticks bytes are limited, and by how much the budget is lowered, as a share of the plain peak
+            above the weights.
         thresholds: From which share on a value is held.
-        n_ticks: At how many ticks bytes are limited.
 
     Yields:
-        Plans of which each differs from those before; none where even the relaxation has no solution.
+        Plans of which each differs from those before; none of a start whose relaxation has no solution.
     """
     trace, plain_bytes, lives = step.trace, step.plain_bytes_at, lives_of(step)
     seen: list[dict[int, Action]] = []
     unit = step.plain_peak_bytes - trace.resident_bytes
-    for margin in margins:
+    for n_ticks, margin in starts:
         limit = int(budget_bytes - margin * unit)
         program = StagedProgram(trace, choose_ticks(trace, plain_bytes, limit, n_ticks), limit, lives)
         solution = program.program.relax()
         if solution is None:
-            return
+            continue
         for threshold in thresholds:
             actions = rounded(program, solution.values, threshold)
             if actions not in seen:

@@ -110,7 +110,7 @@ def test_rounded_plans_are_near_the_bound_they_come_from(name):
     limit = int(0.7 * plain.max())
     bound = lower_bound_seconds(trace, limit)
     peaks = []
-    for actions in relaxed_plans(Prepared(trace), limit, (0.0, 0.05, 0.1), (0.5, 0.2)):
+    for actions in relaxed_plans(Prepared(trace), limit, ((1, 0.0), (4, 0.0), (1, 0.05), (1, 0.1)), (0.5, 0.2)):
         timeline = simulate(trace, actions)
         peaks.append(timeline.peak_bytes)
         assert timeline.peak_bytes > limit or timeline.seconds >= bound * (1 - 1e-9)
@@ -151,3 +151,15 @@ def test_moves_follow_the_plan():
     moves.make(len(CHOICES) * moves.items.index(trace.saved[2]) + CHOICES.index(KEEP))
     assert bytes(moves.state) == moves.default
     assert moves.simulator.seconds == trace.seconds
+
+
+def test_a_block_of_work_ends_where_the_whole_does():
+    search = Search(graph_trace(GRAPHS["residual"]), allowance=10_000)
+    with search.at_most(0.0):
+        assert search.done()
+        assert not search.polish({}, 1)
+        assert search.work < 10_000
+    assert not search.done()
+    search.allow(0.0)
+    with search.at_most(1.0):
+        assert search.done()
