@@ -20,7 +20,7 @@ import numpy as np
 from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError
 from ctdr_lightning.memory.bounds.linear_program import LinearProgram, Solution
 
-MOST_NODES = 64
+MOST_NODES = 64  # the program has a row for each pair of nodes and each edge a stage: it grows with the square and more
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ from ctdr_lightning.memory.traces.bells import bells_of
 from ctdr_lightning.memory.traces.machine import Link
 from ctdr_lightning.memory.traces.trace import Trace
 
-_LEAST_S = 1e-9
+_LEAST_S = 1e-9  # a view takes no time: without it, bytes a second would be infinite
 EARLIER = 0.05  # the paper: the in-trigger comes earlier by 5 % of the swap time
 FEEDBACK_STEPS = 20  # a whole swap's time, in steps of a twentieth
 

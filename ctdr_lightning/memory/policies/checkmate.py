@@ -34,12 +34,15 @@ from ctdr_lightning.memory.simulator.schedule import judge
 from ctdr_lightning.memory.simulator.timeline import Timeline
 from ctdr_lightning.memory.traces.trace import Trace
 
+# The program starts with bytes limited at three ticks and gets more where the simulator finds too many: its time grows
+# faster than linearly with them. None of these numbers was tuned.
 FIRST_TICKS = 3
-GAP = 0.01  # of the seconds that are recomputed
-SMALL_EXCESS, STEP = 0.02, 0.003  # of the bytes above the weights
+GAP = 0.01  # of the seconds that are recomputed: the solver proves the last percent far longer than it finds it
+# Of the bytes above the weights: a smaller excess lowers all limits, by so much more than it, so that rounds end.
+SMALL_EXCESS, STEP = 0.02, 0.003
 THRESHOLDS = (0.2, 0.4, 0.5, 0.6, 0.8)
-N_ROUNDS = 12
-N_HALVINGS = 6
+N_ROUNDS = 12  # each divides a stage or lowers limits; the time limit ends them earlier on larger nets
+N_HALVINGS = 6  # for a plan within a time: 2 % of the bytes between nothing and the plain peak
 
 
 @POLICIES.register("checkmate", clocked=True)

@@ -29,8 +29,11 @@ from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.schedule import judge
 from ctdr_lightning.memory.simulator.timeline import Timeline
 
-MOST_STAGES = 128  # of longer chains neighbours are joined
-N_LIGHTEST = 16  # how many subsets are simulated where the least peak is looked for
+# Of longer chains neighbours are joined: the search is cubic, as is rotor's.
+MOST_STAGES = 128
+# How many subsets are simulated where the least peak is looked for: the model leaves gradients and workspaces out, so
+# that its first is not always the simulator's. Not tuned.
+N_LIGHTEST = 16
 
 
 class Sizes(Protocol):

@@ -34,7 +34,8 @@ from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.schedule import judge
 from ctdr_lightning.memory.simulator.timeline import Timeline
 
-N_LIGHTEST = 16  # how many schedules are simulated where the least peak is looked for
+# How many schedules are simulated where the least peak is looked for, for the same reason as in ``optimal``.
+N_LIGHTEST = 16
 NONE, CHECKPOINT, ALL, BACKWARD = "none", "checkpoint", "all", "backward"
 _ALL_CHOICE = 0
 

@@ -25,6 +25,7 @@ from ctdr_lightning.memory.simulator.timeline import Timeline
 RECOMPUTES = "capuchin"  # the fastest of the policies that come near the best plan of recomputation
 # How far recomputation goes before the rest is moved, besides not at all: half of the way to the budget, all of it.
 STEPS = (0.5, 1.0)
+# Not tuned.
 # Peaks that are tried where seconds are limited, as shares of the plain peak above what is resident.
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 

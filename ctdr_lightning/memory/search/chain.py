@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from ctdr_lightning.memory.plans.actions import KEEP, RECOMPUTE, Action
 from ctdr_lightning.memory.traces.trace import OpRecord, Trace
 
+# Masks, indices and statistics may cross a cut besides its value: they are held. Not tuned.
 SMALL_SHARE = 0.02
 
 

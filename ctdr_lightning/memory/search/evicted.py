@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-SMALL_SHARE = 0.01
+SMALL_SHARE = 0.01  # the paper's: evicting what is under 1 % of the mean size frees nothing
 
 
 class EvictedSet:

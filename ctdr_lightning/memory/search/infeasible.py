@@ -7,7 +7,7 @@ from ctdr_lightning.basics.units import format_bytes, format_roomy, format_secon
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.simulator.timeline import Timeline
 
-_NEARLY = 1.1
+_NEARLY = 1.1  # up to 10 % over the budget, raising it is the smaller change than another batch
 
 
 def infeasible(best: Plan, budget_bytes: int, policy: str, least_bytes: int, asked: str = "") -> InfeasibleBudgetError:

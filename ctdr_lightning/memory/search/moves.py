@@ -17,8 +17,12 @@ from ctdr_lightning.memory.search.frontier import CHOICES
 from ctdr_lightning.memory.simulator.journal import Trial
 from ctdr_lightning.memory.simulator.simulator import Simulator
 
+# Stretches of the timeline that are remembered of a move, the largest: arrays of one width let all moves be weighed at
+# once, and a move is simulated exactly before it is made. Not tuned.
 N_SEGMENTS = 12
+# Items that are estimated anew after a change nearby, the closest in time; the others keep older estimates. Not tuned.
 N_NEAR = 12
+# All values together that are left without moves hold less than this share of the plain bytes.
 NEGLIGIBLE_SHARE = 0.005
 # Work on exact estimates after one change; the items further off keep theirs, or are guessed. Where most of a net is
 # one group (TreeLSTM under half its peak: 1,000 values) each estimate plays all of it: without a limit, going to a

@@ -31,6 +31,7 @@ from ctdr_lightning.memory.simulator.timeline import Segments, Timeline, segment
 from ctdr_lightning.memory.simulator.transfers import Transfers, Trip, play, tick_seconds
 from ctdr_lightning.memory.traces.trace import Trace
 
+# Effects of groups that are remembered: a search tries the same few changes over and over. Not tuned.
 MEMO_SIZE = 10_000
 # A change without any group takes as long as ten values in groups: attaching, settling, taking back.
 WORK_OF_A_CHANGE = 10
