@@ -78,8 +78,8 @@ def decompose(
         input_shapes: The same from shapes alone, by layer name, batch included.
         data: Batches as in training: tensors, mappings of keyword arguments, or tuples whose first entry is the
             input. They tell how much the loss minds each layer's error, the last factors are refitted to the dense
-            outputs on them, BatchNorm statistics follow, and of several allocations the one whose outputs are nearest
-            to the dense model's is taken.
+            outputs on them, BatchNorm statistics follow, of several allocations the one whose outputs are nearest to
+            the dense model's is taken, and all its factors are refined towards these.
         n_batches: How many batches of ``data`` are used; fewer where they are large.
         step: Runs a model on a batch, ``step(model, batch)``, and gives a scalar loss or the model's outputs. None
             calls the model on the batch's input; without a loss, gradients are those of labels drawn from the outputs.
@@ -136,15 +136,15 @@ def _tried(
     evidence: Evidence | None,
     solver: str,
 ) -> Trial:
-    """Choose, and make the factors: refitted where there is evidence, plain elsewhere."""
+    """Choose, and make the factors: refitted and refined where there is evidence, plain elsewhere."""
     bench = Bench(model, layers, evidence, solver, request.progress)
     if choices is not None:
         given = choices if isinstance(choices, Choices) else Choices.from_dict(choices)
-        return bench.trial(checked(given, layers), Start())
+        return bench.refined(bench.trial(checked(given, layers), Start()))
     if request.allocate is None:
-        return bench.trial(propose(layers, request), Start(covariance=evidence is not None))
+        return bench.refined(bench.trial(propose(layers, request), Start(covariance=evidence is not None)))
     share = next(iter(request.specs.values())).value
-    return bench.best(RankSearch(layers, request, evidence), share, request.allocate)
+    return bench.refined(bench.best(RankSearch(layers, request, evidence), share, request.allocate))
 
 
 def _resource(allocate: str | None, rank: object, has_data: bool) -> str | None:

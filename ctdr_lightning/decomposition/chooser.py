@@ -74,6 +74,10 @@ class RankChooser:
         """The proposal of least measured divergence, tried out; arguments as for `proposals`."""
         return self._bench.best(self._search, share, resource)
 
+    def refined(self, trial: Trial) -> Trial:
+        """A trial with all its factors moved towards the dense outputs; the trial's own layers are changed."""
+        return self._bench.refined(trial)
+
     def adopt(self, trial: Trial) -> None:
         """Make a trial's layers the model's; nothing else can be tried afterwards."""
         adopt(self.model, self.layers, trial)

@@ -1,5 +1,7 @@
 """Try choices on a model: put the factors in, refit them, measure the outputs' divergence, take everything back.
 
+The trial that is taken is refined in the end (`refine`): that is too slow for each that is looked at.
+
 Which way of judging errors is best differs from network to network and from share to share (of {weights, Fisher} x
 {plain, covariance} each is best somewhere), so a few are tried and the least measured divergence wins.
 """
@@ -9,7 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +21,7 @@ from torch import nn
 from ctdr_lightning.basics.parallel import each
 from ctdr_lightning.decomposition.choose.batches import untouched
 from ctdr_lightning.decomposition.choose.choices import Choices
+from ctdr_lightning.decomposition.choose.costs import stage_costs
 from ctdr_lightning.decomposition.choose.divergence import Judge
 from ctdr_lightning.decomposition.choose.rank_search import RankSearch, Start
 from ctdr_lightning.decomposition.choose.select import Layer, on_processor
@@ -24,6 +29,8 @@ from ctdr_lightning.decomposition.choose.sensitivity import Evidence
 from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer
 from ctdr_lightning.decomposition.layers.surgery import factorize, replace_everywhere
 from ctdr_lightning.decomposition.layers.tied import follow_owners
+from ctdr_lightning.decomposition.methods import METHODS
+from ctdr_lightning.decomposition.refine import Answers, refine
 from ctdr_lightning.decomposition.refit import DenseRecord, Statistics, refit, set_statistics
 
 
@@ -67,6 +74,7 @@ class Bench:
     ) -> None:
         self._model, self._layers = model, {layer.name: layer for layer in layers}
         self._solver, self._progress = solver, progress
+        self._batches = evidence.batches if evidence is not None else None
         self._judge = Judge(model, evidence.batches) if evidence is not None else None
         self._record = DenseRecord(model, layers, evidence.batches) if evidence is not None else None
 
@@ -100,6 +108,39 @@ class Bench:
                 divergence = self._judge.divergence(self._model)
         return Trial(choices, start, divergence, layers, statistics)
 
+    def refined(self, trial: Trial) -> Trial:
+        """The same trial with all its factors moved towards the dense outputs, as far as that wins on the batches."""
+        if self._batches is None or self._judge is None or not trial.layers:
+            return trial
+        model, answers = self._model, Answers(self._model, self._batches)
+        before = trial.divergence, trial.statistics
+        with standing(model, self._layers, trial.layers), untouched(model):
+            settle = partial(self._settled, _statistics_now(model, trial.statistics))
+            set_statistics(model, trial.statistics)
+            flops = self._step_flops(trial)
+            found = refine(model, trial.layers, answers, self._judge, settle, before, flops, self._progress)
+        return replace(trial, divergence=found[0], statistics=found[1])
+
+    def _settled(self, dense: Statistics) -> Statistics:
+        """Give BatchNorm layers what the network as it stands should have; ``dense`` is what the dense one had."""
+        assert self._record is not None
+        set_statistics(self._model, dense)
+        found = refit(self._model, {}, self._record) if dense else {}
+        set_statistics(self._model, found)
+        return found
+
+    def _step_flops(self, trial: Trial) -> float:
+        """Operations of a forward and backward of the factorized network, of its layers alone."""
+        forward = 0
+        for name, layer in self._layers.items():
+            if layer.geometry is not None:
+                new = trial.layers.get(name)
+                candidate = METHODS[new.method].at(layer.geometry, new.ranks) if new is not None else None
+                forward += sum(
+                    s.flops for call in layer.calls or () for s in stage_costs(layer.geometry, candidate, call)
+                )
+        return 3.0 * forward
+
     def _factorized(self, choices: Choices, start: Start) -> dict[str, FactorizedLayer]:
         chosen = choices.factorized
         names = [name for name in self._layers if name in chosen]
@@ -116,6 +157,11 @@ class Bench:
 
         found = each(one, layers, "factorize", progress=self._progress, parallel=on_processor(layers))
         return dict(zip(names, found, strict=True))
+
+
+def _statistics_now(model: nn.Module, like: Statistics) -> Statistics:
+    norms: list[tuple[str, Any]] = [(name, model.get_submodule(name)) for name in like]
+    return {name: (norm.running_mean.clone(), norm.running_var.clone()) for name, norm in norms}
 
 
 def own_bias(layer: FactorizedLayer) -> None:

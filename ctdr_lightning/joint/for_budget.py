@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from itertools import count, islice
@@ -98,8 +99,11 @@ def fit_to_budget(
             forward = partial(_on_batch, step, drawn[0])
             search = Search(model, forward, pricer, Proposer(chooser), limits, lambda: next(bar))
             found = search.run() if given is None else search.given(given.choices)
-            for new in found.trial.layers.values() if found.trial is not None else ():
-                new.zero_grad(set_to_none=True)
+            if found.trial is not None:
+                for new in found.trial.layers.values():
+                    new.zero_grad(set_to_none=True)
+                refined = chooser.refined(found.trial)
+                found = search.keep(replace(found, trial=refined).told(loss=refined.divergence))
         if found.trial is not None:
             chooser.adopt(found.trial)
         layers = tuple(_layer_cost(layer, found) for layer in chooser.layers)

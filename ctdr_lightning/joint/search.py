@@ -126,8 +126,8 @@ class Search:
         for candidate in self._by_loss(dense) if self._limits.peak_bytes is not None else self._by_bytes(dense):
             timed = self.timed(candidate)
             if timed.may_be:
-                return self._keep(timed.told(outcome="chosen"))
-            self._keep(timed)
+                return self.keep(timed.told(outcome="chosen"))
+            self.keep(timed)
         raise self._infeasible()
 
     def given(self, choices: Choices) -> Candidate:
@@ -145,7 +145,7 @@ class Search:
         if not found.may_be:
             self._least = found
             raise self._infeasible()
-        return self._keep(found.told(outcome="given"))
+        return self.keep(found.told(outcome="given"))
 
     def look(self, proposal: Proposal) -> Candidate:
         """Price a proposal and plan its step; its outcome says where it breaks the limits."""
@@ -156,7 +156,7 @@ class Search:
         row = Considered(
             proposal.share, proposal.resource, price.parameters, keep_bytes, keep_bytes, 0.0, loss, 0.0, ""
         )
-        return self._keep(self._planned(Candidate(proposal, price.trace, price.state_bytes, row)))
+        return self.keep(self._planned(Candidate(proposal, price.trace, price.state_bytes, row)))
 
     def _planned(self, found: Candidate) -> Candidate:
         budget = self._limits.peak_bytes
@@ -220,7 +220,7 @@ class Search:
         found = replace(found, trial=trial).told(loss=trial.divergence)
         if self._loses_too_much(found):
             found = found.told(outcome=f"its loss is over {self._limits.loss:g}")
-        return self._keep(found)
+        return self.keep(found)
 
     def _loses_too_much(self, found: Candidate) -> bool:
         return self._limits.loss is not None and found.row.loss > self._limits.loss
@@ -263,7 +263,7 @@ class Search:
             return found.told(outcome=f"too slow: {turns.ratio:.2f} dense steps by the clock")
         return found
 
-    def _keep(self, found: Candidate) -> Candidate:
+    def keep(self, found: Candidate) -> Candidate:
         """Note what is known of a candidate; the one of least peak is held for the error."""
         row = found.row
         self.considered[row.share, row.resource] = row
@@ -275,7 +275,7 @@ class Search:
         assert self._least is not None
         row = self._least.row
         if row.loss == _UNKNOWN_LOSS:
-            row = self._keep(self._least.told(loss=self._proposer.exact(self._least.proposal).divergence)).row
+            row = self.keep(self._least.told(loss=self._proposer.exact(self._least.proposal).divergence)).row
         fast = [r for r in self.considered.values() if self._limits.peak_bytes and r.seconds]
         wanted = format_bytes(self._limits.peak_bytes) if self._limits.peak_bytes else "the loss and the time allowed"
         hint = f"Raise memory_budget to {format_bytes(row.peak_bytes)}, or use a smaller batch."

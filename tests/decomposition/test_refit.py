@@ -10,6 +10,7 @@ from torch import nn
 from ctdr_lightning import decompose
 from ctdr_lightning.decomposition.choose.batches import Batches
 from ctdr_lightning.decomposition.choose.select import find_layers
+from ctdr_lightning.decomposition.chooser import rank_chooser
 from ctdr_lightning.decomposition.layers.surgery import factorize
 from ctdr_lightning.decomposition.methods import METHODS
 from ctdr_lightning.decomposition.refit import DenseRecord, refit, set_statistics
@@ -96,7 +97,8 @@ def test_batchnorm_s_statistics_follow_the_layer_before_them():
         model(x)
     model.eval()
     dense = [model[:n](x) for n in (2, 5)]
-    decompose(model, rank=0.15, data=[x, x[:8]], progress=False)  # the second batch judges
+    with rank_chooser(model, [x, x[:8]], progress=False) as chooser:  # the second batch judges
+        chooser.adopt(chooser.best(0.15))
     for n, expected in zip((2, 5), dense, strict=True):
         found = model[:n](x)
         torch.testing.assert_close(found.mean((0, 2, 3)), expected.mean((0, 2, 3)), rtol=0, atol=0.02)

@@ -41,7 +41,7 @@ class Judge:
         for batch, dense in zip(self._batches.judging, self._dense, strict=True):
             found = outputs_of(model, self._batches, batch)
             pairs = list(zip(dense, found, strict=False))
-            total += sum(_divergence(d, f[1]) for d, f in pairs) / max(len(pairs), 1)
+            total += sum(_between(d, f[1]) for d, f in pairs) / max(len(pairs), 1)
         mean = total / len(self._dense)
         return mean if mean == mean else float("inf")
 
@@ -137,19 +137,27 @@ def named_tensors(given: Sequence[Any]) -> list[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def _divergence(dense: Output, changed: Tensor) -> float:
+def _between(dense: Output, changed: Tensor) -> float:
+    return float(distance(dense, changed)) if dense[1].shape == changed.shape else float("inf")
+
+
+def distance(dense: Output, changed: Tensor) -> Tensor:
+    """Mean divergence of an output from the dense model's, in nats; differentiable by the changed one.
+
+    Args:
+        dense: The dense model's output.
+        changed: Of the same shape.
+    """
     _, before, kind, axis = dense
     after = changed.float()
-    if before.shape != after.shape:
-        return float("inf")
     if kind == "logits":
         p, q = F.log_softmax(before, axis), F.log_softmax(after, axis)
-        return float((p.exp() * (p - q)).sum(axis).mean())
+        return (p.exp() * (p - q)).sum(axis).mean()
     if kind == "shares":
         p, q = before.clamp_min(_SMALL), after.clamp_min(_SMALL)
-        return float((p * (p / q).log()).sum(axis).mean())
+        return (p * (p / q).log()).sum(axis).mean()
     if kind == "probabilities":
         p, q = before.clamp(_SMALL, 1 - _SMALL), after.clamp(_SMALL, 1 - _SMALL)
-        return float((p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).flatten(1).sum(1).mean())
+        return (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).flatten(1).sum(1).mean()
     variance = before.var().clamp_min(1e-12)
-    return float((before - after).square().mean() / (2 * variance))
+    return (before - after).square().mean() / (2 * variance)
