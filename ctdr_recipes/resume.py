@@ -17,8 +17,8 @@ from ctdr_lightning.trainer.randomness import Randomness, isolated
 
 _KEY = "recipe_config"
 _FREE = (
-    "name", "output_dir", "init_from", "ckpt_path", "test", "logger", "callbacks.checkpoint", "callbacks.last",
-    "callbacks.preemption", "trainer.default_root_dir",
+    "name", "output_dir", "init_from", "ckpt_path", "evaluate", "test", "logger", "callbacks.checkpoint",
+    "callbacks.last", "callbacks.preemption", "trainer.default_root_dir",
     "trainer.max_epochs", "trainer.max_steps", "trainer.max_time", "trainer.log_every_n_steps",
     "trainer.enable_progress_bar", "trainer.enable_model_summary", "trainer.plugins",
 )  # fmt: skip

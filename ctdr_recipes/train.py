@@ -1,5 +1,6 @@
 """Train, decompose and evaluate a classifier from a config.
 
+    ctdr recipes run digits ctdr.rank=0.1
     python -m ctdr_recipes.train experiment=digits
     python -m ctdr_recipes.train data=image_folder data.root=images task.n_classes=10 model=torchvision ctdr=budget
     python -m ctdr_recipes.train --multirun ctdr.rank=0.5,0.25,0.125
@@ -12,16 +13,21 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.utils import instantiate
 from lightning import Callback, LightningModule, Trainer, seed_everything
 from omegaconf import DictConfig, OmegaConf
 
+from ctdr_lightning.basics.errors import ConfigError, CTDRError
 from ctdr_lightning.decomposition.layers.from_checkpoint import restore
+from ctdr_recipes.building import build
 from ctdr_recipes.resume import Resume
+from ctdr_recipes.spelling import check_overrides
 
+CONFIGS = Path(__file__).resolve().parent / "conf"
 _LONGEST_NAME = 120
 _log = logging.getLogger(__name__)
 
@@ -54,30 +60,53 @@ def train(config: DictConfig) -> dict[str, float]:
         The metrics of the last validation, and of the test where the config asks for one.
     """
     seed_everything(config.seed, workers=True)
-    data = instantiate(config.data)
-    model: LightningModule = instantiate(config.model)
-    if config.init_from is not None:
-        restore(model, config.init_from)
-    trainer: Trainer = instantiate(
-        config.trainer, callbacks=_callbacks(config), logger=instantiate(config.get("logger")) or False
-    )
+    data = build(config.data)
+    model: LightningModule = build(config.model)
+    start = config.evaluate if config.evaluate is not None else config.init_from
+    if start is not None:
+        restore(model, start)
+    trainer: Trainer = build(config.trainer, callbacks=_callbacks(config), logger=build(config.get("logger")) or False)
     for logger in trainer.loggers:
         logger.log_hyperparams(_primitives(config))
+    if config.evaluate is not None:
+        return _evaluated(trainer, model, data)
     trainer.fit(model, datamodule=data, ckpt_path=config.ckpt_path)
     scores = _numbers(trainer)
     if config.ckpt_path is not None and not scores:  # the run was over when it was resumed
         trainer.validate(model, datamodule=data, verbose=False)
         scores = _numbers(trainer)
     if config.test:
-        trainer.test(model, datamodule=data)
+        trainer.test(model, datamodule=data, ckpt_path=_to_test(config.test, trainer))
         scores |= _numbers(trainer)
     return scores
+
+
+def _evaluated(trainer: Trainer, model: LightningModule, data: Any) -> dict[str, float]:
+    """Scores of the weights that the model has."""
+    trainer.validate(model, datamodule=data, verbose=False)
+    scores = _numbers(trainer)
+    trainer.test(model, datamodule=data, verbose=False)
+    return scores | _numbers(trainer)
+
+
+def _to_test(wanted: bool | str, trainer: Trainer) -> str | None:
+    """The checkpoint to test; None tests the weights as they are."""
+    if wanted is True:
+        return None
+    kept = trainer.checkpoint_callback
+    best = getattr(kept, "best_model_path", "") if getattr(kept, "monitor", None) else ""
+    if wanted != "best" or not best:
+        raise ConfigError(
+            f"test={wanted!r} cannot be tested: {'no best checkpoint was written' if wanted == 'best' else 'unknown'}.",
+            "Give test=true, test=false, or test=best with a checkpoint callback that has a monitor.",
+        )
+    return str(best)
 
 
 def _callbacks(config: DictConfig) -> list[Callback]:
     """Build CTDR first: callbacks that copy the model, such as weight averaging, must see the decomposed one."""
     chosen = [config.get("ctdr"), *(config.get("callbacks") or {}).values()]
-    built = [instantiate(callback, _convert_="all") for callback in chosen if callback and callback.get("_target_")]
+    built = [build(callback, _convert_="all") for callback in chosen if callback and callback.get("_target_")]
     return [*built, Resume(_primitives(config))]
 
 
@@ -91,7 +120,7 @@ def _primitives(config: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in container.items()}
 
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="train")
+@hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")
 def main(config: DictConfig) -> float | None:
     """Train, print the metrics and return validation accuracy, which is what a sweep maximises."""
     scores = train(config)
@@ -100,5 +129,15 @@ def main(config: DictConfig) -> float | None:
     return scores.get("val/acc")
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """Check the command line's overrides, then run them."""
+    if not any(word.startswith(("--config-path", "-cp", "--config-name", "-cn")) for word in sys.argv):
+        check_overrides(sys.argv[1:], CONFIGS)
     main()
+
+
+if __name__ == "__main__":
+    try:
+        command()
+    except CTDRError as error:
+        sys.exit(f"ctdr: {error}")

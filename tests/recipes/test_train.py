@@ -9,6 +9,8 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from ctdr_lightning.basics.errors import CheckpointError, ConfigError
+from ctdr_lightning.evaluate.pages.run_folder import read_runs
+from ctdr_recipes.compared import compare
 from ctdr_recipes.train import train
 from tests.recipes.test_configs import CONF
 
@@ -48,6 +50,20 @@ def test_trains_decomposes_tests_and_logs(run, tmp_path):
     saved = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
     weights = sum(tensor.numel() for name, tensor in saved.items() if name.startswith("net") and "weight" in name)
     assert weights < 0.7 * (8 * 9 + 16 * 8 * 9 + 16 * 16 * 9 + 160)
+
+
+def test_a_run_leaves_a_page_its_record_and_its_plan(run, tmp_path):
+    run("run", "trainer.max_epochs=2", "ctdr.rank=0.4", "ctdr.policy=sqrt")
+    (parts,) = read_runs(tmp_path / "run")
+    assert parts.plan.policy == "sqrt"
+    assert {layer.method for layer in parts.record.layers} >= {"tucker"}
+    assert len(parts.record.series("val/acc")[0]) == 2
+    assert len(parts.record.series("ctdr/peak_memory_gib", "step")[0]) == 12
+    assert parts.record.last("test/acc") is not None
+    page = (tmp_path / "run" / "csv" / "version_0" / "ctdr" / "report.html").read_text()
+    assert page.count('class="curve') >= 3
+    table = compare(tmp_path)
+    assert "test/acc" in table.splitlines()[0]
 
 
 def test_a_dense_run_is_where_the_next_one_starts(run, tmp_path):
@@ -99,6 +115,25 @@ def test_the_best_checkpoint_can_be_named_on_the_command_line(run, tmp_path):
     assert "test/acc" in again
 
 
+def test_a_checkpoint_is_evaluated_by_one_override(run, tmp_path):
+    ours = run("ours", "trainer.max_epochs=2", "ctdr.rank=0.4")
+    checkpoint = tmp_path / "ours" / "checkpoints" / "last.ckpt"
+    again = run("again", f"evaluate={checkpoint}", "ctdr.rank=0.4")
+    assert {name: again[name] for name in ("val/loss", "test/loss")} == {n: ours[n] for n in ("val/loss", "test/loss")}
+    assert not (tmp_path / "again" / "checkpoints").exists()
+
+
+def test_the_best_checkpoint_is_tested_by_one_override(run, tmp_path):
+    scores = run("best", "trainer.max_epochs=3", "ctdr=none", "test=best", "model.optimizer.lr=0.02")
+    (best,) = (tmp_path / "best" / "checkpoints").glob("best*.ckpt")
+    again = run("again", "ctdr=none", f"evaluate={best}")
+    assert scores["test/loss"] == again["test/loss"]
+    with pytest.raises(ConfigError, match="no best checkpoint was written"):
+        run(
+            "none", "trainer.max_epochs=1", "ctdr=none", "test=best", "callbacks.checkpoint=null", "callbacks.last=null"
+        )
+
+
 def test_image_folders_train_a_torchvision_net(tmp_path, image_root):
     with initialize_config_dir(str(CONF), version_base="1.3"):
         overrides = ["data=image_folder", f"data.root={image_root}", "data.image_size=32", "data.n_workers=0"]
@@ -137,3 +172,7 @@ def test_a_sweep_goes_through_submitit(tmp_path):
     }
     assert len(points) == len(sizes) == 2
     assert sizes["0.5"] > sizes["0.25"]
+    table = (tmp_path / "comparison.md").read_text().splitlines()
+    assert len(table) == 4
+    assert {"| rank |", "val/acc"} <= {word for word in ("| rank |", "val/acc") if word in table[0]}
+    assert (tmp_path / "comparison.html").read_text().count('class="dot') >= 2

@@ -1,0 +1,69 @@
+"""From a config to objects. A missing package is named with its pip line, an unknown argument with the nearest one."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from typing import Any
+
+from hydra.errors import InstantiationException
+from hydra.utils import get_object, instantiate
+
+from ctdr_lightning.basics.errors import ConfigError, CTDRError
+
+EXTRAS = {
+    "sklearn": "recipes", "matplotlib": "recipes", "mlxtend": "recipes", "rich": "recipes", "tensorboard": "recipes",
+    "torchvision": "models", "timm": "models", "transformers": "models",
+    "hydra_plugins": "slurm", "submitit": "slurm",
+}  # fmt: skip
+
+
+def build(config: Any, **given: Any) -> Any:
+    """Import what a config's ``_target_`` names and call it.
+
+    Args:
+        config: A node with ``_target_``, or None.
+        given: As for ``hydra.utils.instantiate``.
+
+    Raises:
+        ConfigError: When a package is missing, with the line that installs it; when the target takes no such argument,
+            with the nearest one.
+    """
+    try:
+        return instantiate(config, **given)
+    except InstantiationException as error:
+        raise _readable(error, config) from error
+    except ModuleNotFoundError as error:
+        raise missing(error) from error
+
+
+def missing(error: ModuleNotFoundError) -> ConfigError:
+    """The error of a missing package in words, with the line that installs it.
+
+    Example:
+        >>> print(missing(ModuleNotFoundError("No module named 'timm'", name="timm")).hint)
+        pip install 'ctdr-lightning[models]'
+    """
+    package = (error.name or "").partition(".")[0]
+    wanted = f"'ctdr-lightning[{EXTRAS[package]}]'" if package in EXTRAS else package
+    return ConfigError(f"The package {package} is not installed.", f"pip install {wanted}")
+
+
+def _readable(error: InstantiationException, config: Any) -> Exception:
+    """The cause in our words where it is one that a user can mend, and the error itself elsewhere."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, CTDRError):
+            return cause
+        if isinstance(cause, ModuleNotFoundError):
+            return missing(cause)
+        cause = cause.__cause__ or cause.__context__
+    unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    target = re.search(r"Error in call to target '([\w.]+)'", str(error))
+    if unknown is None or target is None:
+        return error
+    accepted = list(inspect.signature(get_object(target[1])).parameters)
+    close = difflib.get_close_matches(unknown[1], accepted, n=1)
+    meant = f"Did you mean {close[0]!r}? " if close else ""
+    return ConfigError(f"{target[1]} takes no {unknown[1]!r}.", f"{meant}It takes: {', '.join(accepted)}.")
