@@ -6,6 +6,8 @@
     ctdr plan my_project:LitNet --data my_project:DigitsData --budget 2GiB
     ctdr max-batch torchvision.models:resnet50 --input 3,224,224 --budget 16GiB --device a100
     ctdr explain plan.json
+    ctdr report outputs/digits -o report.html
+    ctdr recipes run digits ctdr.rank=0.1
 
 A model is named ``module:callable``; the callable is imported, from the current folder too, and called without
 arguments. A LightningModule runs its own ``training_step``.
@@ -27,9 +29,11 @@ from ctdr_lightning.basics.files import write_text
 from ctdr_lightning.basics.units import format_bytes, format_seconds, parse_bytes
 from ctdr_lightning.command_line.batches import Input, from_data, from_inputs, resized
 from ctdr_lightning.command_line.named import build_model
+from ctdr_lightning.command_line.pages import add_report, write_plan_page
+from ctdr_lightning.command_line.recipe_commands import add_recipes
 from ctdr_lightning.command_line.steps import step_of
-from ctdr_lightning.decomposition import METHODS, decompose
-from ctdr_lightning.memory import POLICIES, Plan, max_batch, plan, record_fake, simulate
+from ctdr_lightning.decomposition import METHODS, Report, decompose
+from ctdr_lightning.memory import POLICIES, Plan, Trace, max_batch, plan, record_fake, simulate
 from ctdr_lightning.memory.codecs import CODECS
 from ctdr_lightning.memory.holders.base import HOLDERS
 from ctdr_lightning.memory.holders.places import Places
@@ -67,14 +71,25 @@ def _plan(options: argparse.Namespace) -> None:
     batch = from_data(options.data) if options.data else from_inputs(_inputs(options))
     _check_budget(options)
     options.places = Places.read(options.offload, options.disk_folder, options.codecs)
-    model, static_bytes = _training(options)
-    trace = record_fake(model, batch, step_of(model, spare=bool(options.data)), device=options.device)
-    trace = options.places.equip(trace.with_static(static_bytes), options.device)
+    trace, report = _recorded(options, batch)
+    trace = options.places.equip(trace, options.device)
     policy = options.policy or ("auto" if options.budget else "sqrt")
     made = plan(trace, options.budget, policy)
     plain = simulate(trace)
     print(f"Plain step: peak {format_bytes(plain.peak_bytes)}, {format_seconds(plain.seconds)}.")
     _say(made, options)
+    if options.html:
+        dense = None
+        if report is not None:  # the model's own step, to compare with
+            dense = simulate(_recorded(argparse.Namespace(**{**vars(options), "rank": None}), batch)[0])
+        write_plan_page(options.html, options.model, made, report, dense)
+
+
+def _recorded(options: argparse.Namespace, batch: Any) -> tuple[Trace, Report | None]:
+    """The step of the model as the options decompose it, on fake tensors, and the report on its layers."""
+    model, static_bytes, report = _training(options)
+    trace = record_fake(model, batch, step_of(model, spare=bool(options.data)), device=options.device)
+    return trace.with_static(static_bytes), report
 
 
 def _max_batch(options: argparse.Namespace) -> None:
@@ -85,7 +100,7 @@ def _max_batch(options: argparse.Namespace) -> None:
         inputs = _inputs(options)
         sizes = lambda size: from_inputs(inputs, size)  # noqa: E731
     _check_budget(options)
-    model, static_bytes = _training(options)
+    model, static_bytes, _ = _training(options)
     found = max_batch(
         model,
         sizes,
@@ -120,12 +135,14 @@ def _check_budget(options: argparse.Namespace) -> None:
         parse_bytes(options.budget, name="--budget")
 
 
-def _training(options: argparse.Namespace) -> tuple[nn.Module, int]:
-    """The model as it would be trained, and the bytes of its optimizer's state."""
+def _training(options: argparse.Namespace) -> tuple[nn.Module, int, Report | None]:
+    """The model as it would be trained, the bytes of its optimizer's state, and what was decomposed."""
     model = build_model(options.model).train()
+    report = None
     if options.rank is not None:
-        decompose(model, options.rank, options.method, options.select)
-    return model, _STATES[options.optimizer] * storage_bytes(p for p in model.parameters() if p.requires_grad)
+        report = decompose(model, options.rank, options.method, options.select)
+    trained = storage_bytes(p for p in model.parameters() if p.requires_grad)
+    return model, _STATES[options.optimizer] * trained, report
 
 
 def _explain(options: argparse.Namespace) -> None:
@@ -157,6 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument("--offload", nargs="+", help=f"where tensors may wait: {', '.join(HOLDERS)}")
     memory.add_argument("--disk-folder", help="where the disk's file is")
     memory.add_argument("--codecs", nargs="+", help=f"exact, or some of {', '.join(CODECS)}")
+    memory.add_argument("--html", help="file for a page on the plan: memory over the step, layers, tensors")
     memory.set_defaults(run=_plan)
 
     batch = commands.add_parser("max-batch", help="find the largest batch for a budget, on fake tensors too")
@@ -168,6 +186,8 @@ def _parser() -> argparse.ArgumentParser:
     explain = commands.add_parser("explain", help="say what a saved memory plan does, a sentence a tensor")
     explain.add_argument("plan", help="a plan file")
     explain.set_defaults(run=_explain)
+    add_report(commands)
+    add_recipes(commands)
     return parser
 
 

@@ -66,7 +66,7 @@ class FitRun:
         self.states = OptimizerStates(options.optimizer_state, options.disk_folder)
         self.steps = StepRunner()
         self.monitor = Monitor()
-        self.reporter = Reporter(options.verbose, self.surgeon, self.memory, self.steps, self.monitor)
+        self.reporter = Reporter(options, self.surgeon, self.memory, self.steps, self.monitor)
         self.randomness = Randomness()
         self._choice: BudgetChoice | None = None
         self._hook: Any = None
@@ -207,6 +207,7 @@ class FitRun:
     def validation_done(self, trainer: Trainer) -> None:
         """Read the metric that recovery goes by."""
         self.monitor.resume()
+        self.reporter.validated(trainer)
         if self.coach is not None and not trainer.sanity_checking and trainer.state.fn == "fit":
             self.coach.validation_end(trainer)
 

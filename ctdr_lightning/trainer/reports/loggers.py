@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ctdr_lightning.basics import files
+from ctdr_lightning.evaluate.pages.run_folder import write_run
+from ctdr_lightning.evaluate.pages.run_page import RunParts
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +48,14 @@ def publish_figure(loggers: Sequence[Any], name: str, figure: Any, step: int) ->
     """Give a matplotlib figure to every logger that takes pictures, and write it to every logger's folder."""
     for logger in loggers:
         _try(logger, partial(_figure_to, logger, name, figure, step))
+
+
+def publish_run(loggers: Sequence[Any], parts: RunParts) -> None:
+    """Write a run's record, its plan and its HTML page into every logger's folder."""
+    for logger in loggers:
+        folder = _folder(logger)
+        if folder is not None:
+            _try(logger, partial(write_run, folder, parts))
 
 
 def _text_to(logger: Any, name: str, text: str, step: int) -> None:
@@ -87,7 +97,7 @@ def _png(figure: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _try(logger: Any, send: Callable[[], None]) -> None:
+def _try(logger: Any, send: Callable[[], object]) -> None:
     """A report is not worth a run: whatever a logger's service says is noted, and training goes on."""
     try:
         send()

@@ -15,10 +15,12 @@ from ctdr_lightning.decomposition.report import report_of
 from ctdr_lightning.joint.budget_fit import BudgetFit
 from ctdr_lightning.trainer.accuracy.coach import Coach
 from ctdr_lightning.trainer.options import CallbackOptions
-from ctdr_lightning.trainer.reports.loggers import publish_figure, publish_text
+from ctdr_lightning.trainer.reports.loggers import publish_figure, publish_run, publish_text
 from ctdr_lightning.trainer.reports.memory_report import MemoryReport
 from ctdr_lightning.trainer.reports.monitor import Monitor, utilisation
+from ctdr_lightning.trainer.reports.opening import clipped, opening_table
 from ctdr_lightning.trainer.reports.out_of_memory import write_account
+from ctdr_lightning.trainer.reports.run_history import RunHistory
 from ctdr_lightning.trainer.reports.summary import RunFacts, closing_summary
 from ctdr_lightning.trainer.surgeon import Surgeon
 from ctdr_lightning.trainer.training_step.memory_stage import MemoryStage
@@ -31,7 +33,7 @@ class Reporter:
     """Collects from the stages what users see.
 
     Args:
-        verbose: Whether to print as well.
+        options: The callback's arguments; ``verbose`` says whether to print as well.
         surgeon: Knows what was decomposed.
         memory: Knows plans and peaks.
         engine: Has measured steps.
@@ -42,9 +44,10 @@ class Reporter:
     """
 
     def __init__(
-        self, verbose: bool, surgeon: Surgeon, memory: MemoryStage, engine: StepRunner, monitor: Monitor
+        self, options: CallbackOptions, surgeon: Surgeon, memory: MemoryStage, engine: StepRunner, monitor: Monitor
     ) -> None:
-        self._verbose = verbose
+        self._verbose = options.verbose
+        self._history = RunHistory(options.to_dict())
         self._memory_report = MemoryReport(memory)
         self._surgeon, self._memory, self._engine, self._monitor = surgeon, memory, engine, monitor
         self._printed_decomposition = self._resumed = False
@@ -79,7 +82,8 @@ class Reporter:
         """Print the decomposition, once."""
         report = self._report(module) if self._verbose and not self._printed_decomposition else None
         if report is not None:
-            rank_zero_info(f"CTDR:\n{self.fit if self.fit is not None and not self._resumed else report}")
+            chosen = self.fit if not self._resumed else None
+            rank_zero_info(f"CTDR:\n{clipped(str(chosen)) if chosen is not None else opening_table(report)}")
             self._printed_decomposition = True
 
     def parameter_counts(self, trainer: Any, module: LightningModule) -> dict[str, float]:
@@ -102,10 +106,20 @@ class Reporter:
         values |= self._memory_report.peaks(trainer, self._engine.measured)
         values |= self._memory_report.predicted()
         self._measured |= {name: float(value) for name, value in values.items()}
+        self._history.note(trainer, values)
         events = self._memory_report.new_events()
+        for event in events:
+            self._history.said(event)
         if events and trainer.is_global_zero:
             self._publish_plan(trainer, events)
         return values
+
+    def validated(self, trainer: Any) -> None:
+        """A validation is over; within a fit, its metrics belong to the run's history."""
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
+            return
+        scores = {name: float(value) for name, value in trainer.callback_metrics.items() if "ctdr/" not in name}
+        self._history.note(trainer, scores)
 
     def _publish_plan(self, trainer: Any, events: list[str]) -> None:
         for event in events if self._verbose else []:
@@ -124,7 +138,10 @@ class Reporter:
             module: The model as it is.
             coach: Knows where recovery stands; None without recovery.
         """
-        if not trainer.is_global_zero or not self._surgeon.decomposes:
+        if not trainer.is_global_zero:
+            return
+        self._publish_run(trainer, module)
+        if not self._surgeon.decomposes:
             return
         after = sum(parameter.numel() for parameter in module.parameters())
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if "ctdr/" not in name}
@@ -142,6 +159,19 @@ class Reporter:
         if self._verbose:
             rank_zero_info(f"CTDR:\n{text}")
         publish_text(trainer.loggers, "ctdr/summary", text, trainer.global_step)
+
+    def _publish_run(self, trainer: Any, module: LightningModule) -> None:
+        """The run as an HTML page, its record and its plan beside it."""
+        after = sum(parameter.numel() for parameter in module.parameters())
+        parts = self._history.parts(
+            type(module).__name__,
+            self._report(module),
+            self._memory.last_plan,
+            parameters_before=self._surgeon.parameters_before or after,
+            parameters_after=after,
+            dense_peak_bytes=self.fit.dense_peak_bytes if self.fit is not None else 0,
+        )
+        publish_run(trainer.loggers, parts)
 
     def write_out_of_memory_report(self, trainer: Any, module: LightningModule, error: BaseException) -> None:
         """Write down who held what when a step ran out of memory."""

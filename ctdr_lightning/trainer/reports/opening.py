@@ -1,0 +1,63 @@
+"""The table that opens a run: what was decomposed, in 100 columns. The whole report goes to the loggers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from ctdr_lightning.decomposition import Report
+from ctdr_lightning.decomposition.report import LayerReport
+
+WIDTH = 100
+_LONGEST_NAME = 38
+_HEAD = ("layer", "method", "ranks", "parameters", "kept", "error", "why")
+
+
+def opening_table(report: Report) -> str:
+    """A line for each factorized layer, one on those that stay dense, and the whole.
+
+    Args:
+        report: What was decomposed.
+
+    Returns:
+        Text of at most 100 columns.
+    """
+    rows = [_cells(row) for row in report.factorized]
+    before, after = report.parameters_before, report.parameters_after
+    whole = ("whole model", "", "", f"{before:,} -> {after:,}", f"{after / max(before, 1):.1%}", "", "")
+    lines = _aligned([_HEAD, *rows, whole])
+    rule = "-" * max(map(len, lines))
+    dense = [row for row in report if row.decision != "factorized"]
+    stay = "layer stays" if len(dense) == 1 else "layers stay"
+    notes = [f"{len(dense)} {stay} dense: {_reasons(dense)}"] if dense else []
+    notes += [f"{weight.name} stays: no layer kind covers it" for weight in report.uncovered]
+    return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], *(clipped(note) for note in notes)])
+
+
+def clipped(text: str, width: int = WIDTH) -> str:
+    """Text whose lines are cut where they are too long for a console.
+
+    Example:
+        >>> clipped("a long line", 8)
+        'a long …'
+    """
+    return "\n".join(line if len(line) <= width else f"{line[: width - 1]}…" for line in text.splitlines())
+
+
+def _cells(row: LayerReport) -> tuple[str, ...]:
+    name = row.name if len(row.name) <= _LONGEST_NAME else f"…{row.name[1 - _LONGEST_NAME :]}"
+    error = "" if row.relative_error != row.relative_error else f"{row.relative_error:.3f}"
+    sizes = f"{row.parameters_before:,} -> {row.parameters_after:,}"
+    kept = f"{row.parameters_after / max(row.parameters_before, 1):.1%}"
+    return name, row.method or "", " x ".join(map(str, row.ranks)), sizes, kept, error, row.reason
+
+
+def _reasons(rows: Sequence[LayerReport]) -> str:
+    """The reasons with how often each was given, the most frequent first, without their figures."""
+    counts = Counter(row.reason.partition(",")[0].partition(":")[0].partition(" (")[0] for row in rows)
+    return ", ".join(f"{reason} ({n})" if len(counts) > 1 else reason for reason, n in counts.most_common())
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [clipped("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()) for row in rows]

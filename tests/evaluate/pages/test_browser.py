@@ -1,0 +1,42 @@
+"""The page on a run as a real browser shows it: headless Chromium, curves looked for by their colours.
+
+Run by ``make test-browser``: a browser is no Python package, so that the default tests cannot ask for one.
+"""
+
+import shutil
+import subprocess
+
+import pytest
+from PIL import Image
+
+from ctdr_lightning.evaluate.pages.run_page import run_page
+from tests.evaluate.pages.parts import planned_run
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+SIZE = (1200, 1500)
+# --c0, --c1, --c2 and --back of page.css
+THEMES = {
+    "light": ("1", [(0x8B, 0x94, 0x9E), (0x1A, 0x73, 0xE8), (0xD9, 0x48, 0x0F)], (255, 255, 255)),
+    "dark": ("0", [(0x8B, 0x94, 0x9E), (0x58, 0xA6, 0xFF), (0xFF, 0x92, 0x2B)], (0x0D, 0x11, 0x17)),
+}
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("theme", THEMES)
+def test_the_three_curves_are_drawn(tmp_path, theme):
+    scheme, colours, back = THEMES[theme]
+    browser = next((found for found in map(shutil.which, NAMES) if found), None)
+    assert browser, f"none of {NAMES} is on the path"
+    (tmp_path / "page.html").write_text(run_page(planned_run()))
+    picture = tmp_path / "page.png"
+    words = [
+        browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={tmp_path}/own",
+        f"--blink-settings=preferredColorScheme={scheme}", f"--window-size={SIZE[0]},{SIZE[1]}",
+        f"--screenshot={picture}", (tmp_path / "page.html").as_uri(),
+    ]  # fmt: skip
+    subprocess.run(words, check=True, capture_output=True, timeout=120)
+    pixels = Image.open(picture).convert("RGB")
+    assert pixels.getpixel((2, 2)) == back
+    counts = {colour: n for n, colour in pixels.getcolors(SIZE[0] * SIZE[1])}
+    # A line of 1.6 pixels over half of the page's width has some hundred pixels of its full colour.
+    assert all(counts.get(colour, 0) > 200 for colour in colours), {c: counts.get(c, 0) for c in colours}

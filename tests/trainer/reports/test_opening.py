@@ -1,0 +1,34 @@
+"""The opening table fits a console, whatever the names."""
+
+import pytest
+from torch import nn
+
+from ctdr_lightning import decompose
+from ctdr_lightning.trainer.reports.opening import WIDTH, clipped, opening_table
+
+
+class Deep(nn.Module):
+    def __init__(self, depth):
+        super().__init__()
+        self.a_rather_long_name_for_a_submodule = Deep(depth - 1) if depth else nn.Linear(256, 256)
+        self.small = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_every_line_fits_and_every_factorized_layer_has_one(depth):
+    report = decompose(Deep(depth), 0.3)
+    lines = opening_table(report).splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    assert sum(row.method in line for row in report.factorized[:1] for line in lines) >= 1
+    assert len([line for line in lines if " -> " in line]) == len(report.factorized) + 1
+    assert lines[-1].startswith("1 layer stays dense: " if depth == 0 else "4 layers stay dense: ")
+
+
+def test_a_model_without_dense_layers_says_nothing_of_them():
+    assert "dense" not in opening_table(decompose(nn.Sequential(nn.Linear(256, 256)), 0.3))
+
+
+def test_long_lines_are_cut_and_short_ones_are_not():
+    assert clipped("x" * 101).endswith("…")
+    assert clipped("x" * 100) == "x" * 100
+    assert len(clipped(f"{'x' * 200}\nshort").splitlines()[0]) == WIDTH
