@@ -1,0 +1,120 @@
+"""The evaluation on its smallest network: predicted, measured, written, read again."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from ctdr_lightning.basics.units import MIB
+from ctdr_lightning.joint.twins import structure_of
+from ctdr_recipes.evaluate import main
+from ctdr_recipes.evaluation.learned import TASKS, Task, learn
+from ctdr_recipes.evaluation.nets import FAMILIES, FULL, SMALL
+from ctdr_recipes.evaluation.tables import Evaluation, as_markdown
+from ctdr_recipes.evaluation.techniques import CTDR, DECOMPOSED, DENSE, TECHNIQUES, on_meta, shapes_at
+
+
+@pytest.fixture(scope="module")
+def lenet(tmp_path_factory):
+    """LeNet, predicted and measured, by the command line."""
+    folder = tmp_path_factory.mktemp("evaluation")
+    arguments = ["--nets", "LeNet", "--parts", "predicted", "measured", "--folder", str(folder), "--no-batches"]
+    main(arguments)
+    before = (folder / "evaluation.json").read_bytes()
+    main(arguments)  # nothing is done twice
+    assert (folder / "evaluation.json").read_bytes() == before
+    return folder
+
+
+def test_each_technique_has_a_row_of_each_kind(lenet):
+    found = Evaluation.from_json((lenet / "evaluation.json").read_text())
+    assert [(row.source, row.technique) for row in found.rows] == [
+        (source, technique) for source in ("predicted", "measured") for technique in TECHNIQUES
+    ]
+    assert Evaluation.from_json(found.to_json()) == found
+
+
+def test_decomposed_rows_are_smaller_and_peaks_are_peaks(lenet):
+    rows = {
+        (row.source, row.technique): row for row in Evaluation.from_json((lenet / "evaluation.json").read_text()).rows
+    }
+    for source in ("predicted", "measured"):
+        dense, small = rows[source, DENSE], rows[source, DECOMPOSED]
+        assert small.parameters < 0.5 * dense.parameters
+        assert rows[source, CTDR].parameters == small.parameters
+        assert dense.peak_bytes > 4 * 4 * dense.parameters  # weights, gradients and Adam's two
+        assert dense.seconds > 0
+    assert rows["measured", DENSE].peak_bytes > MIB
+
+
+def test_the_files_are_written(lenet):
+    assert {path.name for path in lenet.iterdir()} == {f"evaluation.{end}" for end in ("json", "csv", "md", "png")}
+    text = (lenet / "evaluation.md").read_text()
+    assert "(predicted)" in text
+    assert "(measured)" in text
+    assert "* LeNet: " in text
+    assert len((lenet / "evaluation.csv").read_text().splitlines()) == 1 + 2 * len(TECHNIQUES)
+
+
+def test_each_network_has_both_sizes_and_a_family():
+    assert set(FULL) == set(SMALL) == {net for nets in FAMILIES.values() for net in nets}
+    assert len(FULL) == 9
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_networks_take_a_step(name):
+    net = SMALL[name]
+    model = net.build().train()
+    loss = net.step(model, net.batch(2, "cpu"))
+    loss.backward()
+    assert torch.isfinite(loss)
+
+
+def test_shapes_leave_the_share_that_is_asked_for():
+    model = on_meta(SMALL["VGG-16"].build)
+    twin = structure_of(model, shapes_at(model, 0.25))
+    first, last = model.features[0], model.classifier[-1]
+    fixed = sum(p.numel() for layer in (first, last) for p in layer.parameters())
+    before, after = (sum(p.numel() for p in m.parameters()) - fixed for m in (model, twin))
+    assert 0.2 < after / before <= 0.26
+
+
+def test_accuracies_are_read_at_their_three_times():
+    def data():
+        x = torch.randn(320, 12, generator=torch.Generator().manual_seed(0))
+        sets = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
+        return sets, sets
+
+    task = Task(lambda: nn.Sequential(nn.Linear(12, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2)),
+                data, epochs=6, fine_epochs=2, lr=1e-2, rank=0.5)  # fmt: skip
+    found = learn("signs", task, seeds=1)
+    assert found.dense > 90
+    assert found.tuned > 85
+    assert 0 <= found.raw <= 100
+    assert found.parameters_after < found.parameters_before
+
+
+def test_the_data_of_the_tasks_comes_with_packages(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    for task in TASKS.values():
+        train, held = task.data()
+        assert len(train) > 3 * len(held) > 100
+
+
+def test_a_document_tells_where_ctdr_does_not_reach_or_beat(lenet):
+    data = json.loads((lenet / "evaluation.json").read_text())
+    for row in data["rows"]:
+        if row["technique"] == CTDR:
+            row.update(fits=False, seconds=1e6, peak_bytes=2**40)
+    text = as_markdown(Evaluation.from_json(json.dumps(data)))
+    assert "promise **not kept** (no plan reaches 45%, slower than dense)" in text
+    assert "**does not beat decomposition" in text
+    for row in data["rows"]:
+        if row["technique"] == CTDR:
+            row.update(fits=True, seconds=1e-9, peak_bytes=1)
+    text = as_markdown(Evaluation.from_json(json.dumps(data)))
+    assert "promise kept; beats each single technique" in text
