@@ -1,4 +1,4 @@
-# make demo | make test | make test-slow | make docs. Each makes .venv and installs what it needs, once.
+# make demo | make test | make test-slow | make docs | make bench. Each makes .venv and installs what it needs, once.
 PYTHON ?= python3
 JOBS ?= 2
 VENV := .venv
@@ -9,13 +9,15 @@ MADE_FROM := constraints.txt pyproject.toml
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint docs clean
+.PHONY: help demo test test-slow test-browser lint docs bench clean
 
 help:
 	@echo "make demo       dense vs CTDR on handwritten digits: a table and outputs/demo/memory.png"
 	@echo "make test       lint, types and tests"
 	@echo "make test-slow  the tests that take longer than a minute"
+	@echo "make test-browser  the HTML report in a real Chromium"
 	@echo "make docs       the documentation, in site/"
+	@echo "make bench      all tables against the peers, and outputs/bench/bench.json; hours. BENCH='engine decompose' runs some"
 
 demo: $(VENV)/.for-demo
 	$(BIN)/python -m ctdr_recipes.demo $(DEMO_ARGS)
@@ -26,6 +28,9 @@ test: lint
 test-slow: $(VENV)/.for-tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m slow
 
+test-browser: $(VENV)/.for-tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser tests/evaluate
+
 lint: $(VENV)/.for-tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -33,6 +38,9 @@ lint: $(VENV)/.for-tests
 
 docs: $(VENV)/.for-docs
 	$(BIN)/mkdocs build --strict
+
+bench: $(VENV)/.for-tests
+	PYTHONPATH=.:$(VENV)/models $(BIN)/python -m benchmarks $(BENCH)
 
 clean:
 	rm -rf $(VENV) site dist outputs multirun .mypy_cache .ruff_cache .pytest_cache

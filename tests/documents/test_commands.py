@@ -20,11 +20,14 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 START = re.compile(r"(?:ctdr|python -m|make|pip)\s")
 ELSEWHERE = {
     r"pip install .*": "the wheel of this test; extras by the Makefile",
-    r"make (demo|test|test-slow|docs)": "the Makefile's own targets, which CI runs",
+    r"make (demo|test|test-slow|docs|bench)": "the Makefile's own targets, which CI runs",
     r"python -m benchmarks\.\w+.*": "takes minutes to hours; tests/rules asks whether the module exists",
     r"ctdr plan --policy \.\.\.": "no whole command",
     r"python -m ctdr_recipes\.train .*": "trained on few batches in tests/recipes",
+    r"ctdr recipes run image_folder .*": "needs a folder of images: tests/recipes writes one",
+    r"ctdr recipes run (evaluate|pareto).*": "takes many minutes: tests/recipes runs a small part",
 }
+KNOWN = {"decompose", "plan", "max-batch", "explain", "recipes", "report"}
 NETS = """
 import torch
 from torch import nn
@@ -81,7 +84,11 @@ def runnable(start):
     """The blocks with something to run that starts so."""
     found = [(path, [c for c in block if c.startswith(start) and not elsewhere(c)]) for path, block in ALL]
     return [
-        pytest.param(block, id=f"{path.stem}-{i}", marks=[pytest.mark.slow] * ("max-batch" in " ".join(block)))
+        pytest.param(
+            block,
+            id=f"{path.stem}-{i}",
+            marks=[pytest.mark.slow] * any(word in " ".join(block) for word in ("max-batch", "--multirun")),
+        )
         for i, (path, block) in enumerate(found)
         if block
     ]
@@ -120,7 +127,7 @@ def test_every_command_is_run_here_or_said_to_be_run_elsewhere():
     commands = [command for _, block in ALL for command in block if START.match(command)]
     starts = {c.split()[0] if c.startswith("ctdr") else " ".join(c.split()[:3]) for c in commands if not elsewhere(c)}
     assert starts == {"ctdr"}, "a new kind of command: run it here, or list it"
-    assert {c.split()[1] for c in commands if c.startswith("ctdr ")} == {"decompose", "plan", "max-batch", "explain"}
+    assert {c.split()[1] for c in commands if c.startswith("ctdr ")} == KNOWN
     unused = [pattern for pattern in ELSEWHERE if not any(re.fullmatch(pattern, command) for command in commands)]
     assert unused == [], "listed, but in no document any more"
 

@@ -1,0 +1,105 @@
+"""Every benchmark, one after the other, each in a process of its own: ``make bench``.
+
+    python -m benchmarks                    # all, hours on two cores
+    python -m benchmarks engine decompose   # some
+    python -m benchmarks --list
+
+What each prints is shown as it comes. ``FOLDER/bench.json`` keeps the machine, the versions, and for each benchmark its
+command, its lines, its seconds and how it ended; it is written after each one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import distributions
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from ctdr_lightning.basics.files import write_text
+
+# Peers are in the first two: torch's checkpoint, checkpoint_sequential and memory budget in "policies", tensorly's
+# solvers in "decompose".
+TABLES: dict[str, tuple[str, ...]] = {
+    "policies": ("R", "T", "--rounds", "7"),
+    "decompose": (),
+    "engine": (),
+    "promise": (),
+    "joint": (),
+    "planner": (),
+    "planning_time": (),
+    "bounds": (),
+    "offload": (),
+    "digits": (),
+    "recovery": (),
+    "ranks": (),
+}
+_PACKAGES = ("ctdr-lightning", "torch", "lightning", "tensorly", "numpy", "scipy", "torchvision", "transformers")
+
+
+def run(name: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """Run one benchmark and show what it prints.
+
+    Returns:
+        Its command, lines, seconds and exit status.
+    """
+    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
+    print(f"\n== {name} ==", flush=True)
+    start_s, lines = perf_counter(), []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout or ():
+            print(line, end="", flush=True)
+            lines.append(line.rstrip("\n"))
+    words = ["python", *command[1:]]
+    return {"command": words, "lines": lines, "seconds": perf_counter() - start_s, "status": process.returncode}
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    versions = {found.metadata["Name"]: found.version for found in distributions()}
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: versions[name] for name in _PACKAGES if name in versions},
+    }
+
+
+def _processor() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what is asked for.
+
+    Returns:
+        1 where a benchmark failed.
+    """
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Every benchmark, one after the other.")
+    parser.add_argument("tables", nargs="*", choices=[*TABLES, []], help="all by default")
+    parser.add_argument("--folder", type=Path, default=Path("outputs/bench"))
+    parser.add_argument("--list", action="store_true", help="say which there are")
+    options = parser.parse_args(arguments)
+    if options.list:
+        print("\n".join(TABLES))
+        return 0
+    found: dict[str, Any] = {"machine": machine(), "tables": {}}
+    for name in options.tables or TABLES:
+        found["tables"][name] = run(name, TABLES[name])
+        write_text(options.folder / "bench.json", json.dumps(found, indent=1) + "\n")
+    failed = [name for name, table in found["tables"].items() if table["status"]]
+    print(f"\n{options.folder}/bench.json" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

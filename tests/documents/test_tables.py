@@ -1,0 +1,22 @@
+"""What is made from something else is what that makes of it."""
+
+from benchmarks.documents import ROOT, drifted, filled, notebook_of
+
+
+def test_no_document_differs_from_its_data():
+    assert drifted() == []
+
+
+def test_the_notebook_is_the_page():
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    assert notebook_of(page) == (ROOT / "docs" / "quickstart.ipynb").read_text()
+    assert notebook_of(page.replace("rank=0.3", "rank=0.4")) != notebook_of(page)
+
+
+def test_a_block_is_made_anew_from_its_data(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.documents.PARTS", {"ours": lambda text, part: f"{part} of {text}"})
+    (tmp_path / "ours.json").write_text("the data")
+    page = "before\n<!-- from ours.json: table -->\ntyped by hand\n<!-- end -->\nafter\n"
+    new = filled(page, tmp_path)
+    assert new == "before\n<!-- from ours.json: table -->\n\ntable of the data\n<!-- end -->\nafter\n"
+    assert filled(new, tmp_path) == new
