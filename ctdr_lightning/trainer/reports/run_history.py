@@ -37,24 +37,19 @@ class RunHistory:
         """Keep a sentence."""
         self._events.append(event)
 
-    def parts(
-        self, report: Report | None, plan: Plan | None, after: int, before: int, dense_peak_bytes: int
-    ) -> RunParts:
+    def parts(self, name: str, report: Report | None, plan: Plan | None, **sizes: int) -> RunParts:
         """The run as it is told.
 
         Args:
+            name: Of the run.
             report: What was decomposed; None where nothing was.
             plan: The memory plan; None where there is none.
-            after: Parameters of the model.
-            before: Parameters of the dense model.
-            dense_peak_bytes: Predicted peak of the dense step; 0 where it is not known.
+            sizes: ``parameters_before``, ``parameters_after`` and ``dense_peak_bytes`` of the record.
         """
         record = RunRecord(
-            name="This run",
+            name=name,
             settings=self._settings,
-            parameters_before=before,
-            parameters_after=after,
-            dense_peak_bytes=dense_peak_bytes,
+            **sizes,
             layers=layer_lines(report),
             history=tuple(self._entries),
             events=tuple(self._events),
