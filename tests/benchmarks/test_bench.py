@@ -14,6 +14,7 @@ def test_every_table_is_a_module():
 
 def test_lines_machine_and_a_failure_are_kept(tmp_path, monkeypatch, capfd):
     (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "__init__.py").touch()  # or the installed package of this name would be found first
     (tmp_path / "benchmarks" / "engine.py").write_text("print('a table')\n")
     (tmp_path / "benchmarks" / "joint.py").write_text("raise SystemExit(3)\n")
     monkeypatch.chdir(tmp_path)
