@@ -63,7 +63,9 @@ def as_csv(rows: Sequence[Row]) -> str:
 
 def about(found: Evaluation) -> str:
     """The machine, the versions, and what the predictions assume."""
-    return "".join(f"* {name}: {value}\n" for name, value in found.about.items())
+    measures = found.learned or _rows(found, "measured")
+    said = {name: value for name, value in found.about.items() if measures or name != "measurements"}
+    return "".join(f"* {name}: {value}\n" for name, value in said.items())
 
 
 def predicted(found: Evaluation) -> str:

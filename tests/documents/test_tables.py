@@ -13,6 +13,14 @@ def test_the_notebook_is_the_page():
     assert notebook_of(page.replace("rank=0.3", "rank=0.4")) != notebook_of(page)
 
 
+def test_an_edited_number_of_the_evaluation_is_written_over():
+    page = (ROOT / "docs" / "evaluation.md").read_text()
+    row = page.index("| LeNet | 4096 |")
+    edited = page[:row] + page[row:].replace("4096", "4097", 1)
+    assert edited != page
+    assert filled(edited) == page
+
+
 def test_a_block_is_made_anew_from_its_data(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.documents.PARTS", {"ours": lambda text, part: f"{part} of {text}"})
     (tmp_path / "ours.json").write_text("the data")
