@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations, parametrize, rnn
+from torch.nn.utils import parametrizations, parametrize, prune, rnn, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from tests.memory.programs import IMAGES, X, mlp
@@ -215,6 +215,35 @@ simple(
     lambda: nn.Sequential(parametrizations.orthogonal(nn.Linear(16, 16)), nn.Tanh(), nn.Linear(16, 4)),
     on_rows,
 )
+simple(
+    "weights_normed_by_hooks",
+    lambda: nn.Sequential(spectral_norm(nn.Linear(16, 16)), nn.Tanh(), weight_norm(nn.Linear(16, 16)), nn.Tanh()),
+    on_rows,
+)
+simple(
+    "convs_normed_by_hooks",
+    lambda: nn.Sequential(spectral_norm(nn.Conv2d(3, 8, 3)), nn.LeakyReLU(0.1, True), weight_norm(nn.Conv2d(8, 8, 3))),
+    lambda net: (net(IMAGES) - net(IMAGES.flip(0))).square().mean(),
+)
+simple(
+    "pruned_weights",
+    lambda: nn.Sequential(prune.l1_unstructured(nn.Linear(16, 16), "weight", 0.5), nn.Tanh(), nn.Linear(16, 4)),
+    on_rows,
+)
+
+
+class Symmetric(nn.Module):
+    """A parametrization of a user's own."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.triu() + weight.triu(1).mT
+
+
+@hard
+def two_parametrizations_of_one_weight() -> Made:
+    layer = nn.Linear(16, 16)
+    parametrize.register_parametrization(layer, "weight", Symmetric())
+    return nn.Sequential(parametrizations.spectral_norm(layer), nn.Tanh(), nn.Linear(16, 4)), on_rows
 
 
 @hard

@@ -181,7 +181,8 @@ def _store(
             tensor = _laid_out(tensor, *value.layout)
         if value is target or (uses.get(value) and value not in have):
             have[value] = tensor
-        if value.hold or (value.stays_while_awaited and value.handles):
+        awaited = value.hold or (value.stays_while_awaited and value.handles)
+        if awaited and value.get() is None:  # what the program still has would be there twice, as long as it has it
             keeper(value, tensor)
 
 
