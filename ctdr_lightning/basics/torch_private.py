@@ -7,9 +7,12 @@ any training starts. Private attributes of torch's objects cannot be imported, s
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from torch.autograd import ProfilerConfig, ProfilerState
 
 OLDEST_TORCH = "2.8"
 
@@ -44,9 +47,14 @@ try:
     from torch._C import _set_grad_enabled as set_grad_enabled  # the public class does this and builds an object first
     from torch._C import _SetExcludeDispatchKeyGuard as SetKeyExcluded
 
+    # The older profiler writes down the allocations of its own thread alone. The public one is one for the whole
+    # process: to start it beside a profiler of the user's ends that one, and kills the process while that one warms up.
+    from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
+
     # The public `saved_tensors_hooks` can be entered and left, but not asked which hooks are on top: without an answer
     # the hooks could not leave for the ops that keep everything (2.7 has no such name, which sets the floor).
     from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks
+    from torch._C._profiler import _ExperimentalConfig
 
     # Where `torch.cond` and its kind compile themselves; no public hook is told of it.
     from torch._higher_order_ops import utils as higher_order_utils
@@ -127,6 +135,29 @@ class OpMode(TorchDispatchMode):
             set_code_exec_strategy(own.__code__, _UNCOMPILED)
 
 
+def allocations_of(run: Callable[[], object]) -> list[int]:
+    """Run something in a thread of its own, beside whatever profiler there is, and write down its memory.
+
+    Args:
+        run: What is run; it finds none of the calling thread's modes.
+
+    Returns:
+        Bytes of each allocation on the processor in their order; of each release, negative ones.
+    """
+
+    def watched() -> list[int]:
+        config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+        _enable_profiler_legacy(config)
+        try:
+            run()
+        finally:
+            records = _disable_profiler_legacy()
+        return [e.cpu_memory_usage() for thread in records for e in thread if e.kind() == "memory_alloc"]
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(watched).result()
+
+
 def profiler_events(profiler: Any) -> list[Any]:
     """Return the raw events of a finished ``torch.profiler.profile``; its public ``events()`` drops ``[memory]``."""
     return profiler.profiler.kineto_results.events()
@@ -168,6 +199,7 @@ __all__ = [
     "OpOverload",
     "SetKeyExcluded",
     "TorchDispatchMode",
+    "allocations_of",
     "current_dispatch_mode",
     "dump_cuda_memory",
     "graph_task_id",

@@ -163,7 +163,8 @@ class Session:
         self.guided = not (kind.plan is None or self._watches(kind))
         if not self.guided:
             root = self._root() if self._root is not None else None
-            self._recorder = Recorder(evictor=self._evictor(), root=root)
+            standing = (*root.parameters(), *root.buffers()) if root is not None else ()
+            self._recorder = Recorder(evictor=self._evictor(), root=root, standing=standing)
             self._recorder.__enter__()
         elif kind.plan is not None and not kind.plan.keeps_all:
             self._tape = Tape(kind.plan, self._evictor(), self._holders)

@@ -13,8 +13,8 @@ from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.memory import Plan, Recorder, Session, Tape, Trace, plan, simulate
 from ctdr_lightning.memory.tape.online import Evictor
 from ctdr_lightning.memory.values.live_bytes import PeakMeter
-from tests.memory.harness import Bench, check, plans
 from tests.memory.hard_steps import Symmetric
+from tests.memory.harness import Bench, check, plans
 
 WIDTH = 48
 # What the first step may take over the plan's peak where the budget is below it. The online policy chooses by its

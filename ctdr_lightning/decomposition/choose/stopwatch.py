@@ -15,6 +15,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
+from ctdr_lightning.basics.torch_private import no_dispatch_modes
 from ctdr_lightning.decomposition.layers.factorized import factorized
 from ctdr_lightning.decomposition.methods import Ranks
 from ctdr_lightning.decomposition.shapes.geometry import Geometry
@@ -39,7 +40,8 @@ class Job:
 @lru_cache(maxsize=4096)
 def step_seconds(job: Job) -> tuple[float, float]:
     """Seconds of a forward and backward, dense and factorized, in turns so that a busy machine slows both alike."""
-    with torch.random.fork_rng(devices=[job.device] if job.device.type == "cuda" else []), torch.enable_grad():
+    forked = torch.random.fork_rng(devices=[job.device] if job.device.type == "cuda" else [])
+    with no_dispatch_modes(), forked, torch.enable_grad():  # fake tensors, or a recording around it, would be timed
         dense = _randomised(job.geometry.build(False, job.device, job.dtype))
         if job.channels_last:
             dense.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

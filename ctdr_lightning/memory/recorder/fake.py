@@ -61,7 +61,8 @@ def record_fake(
     fakes = tree_map_only(Tensor, fake, inputs)
     try:
         with mode, torch.enable_grad():
-            return record(lambda: step(twin, fakes), device=device)
+            standing = (*twin.parameters(), *twin.buffers())
+            return record(lambda: step(twin, fakes), device=device, standing=standing)
     except NEEDS_VALUES as error:
         raise ConfigError(
             f"The step of {type(module).__name__} needs the values of tensors ({error.func}), which fake tensors do "

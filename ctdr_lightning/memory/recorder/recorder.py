@@ -6,7 +6,7 @@ policy evicts at the same time, so that even the first step cannot run out of me
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -48,6 +48,7 @@ class Recorder(OpMode):
         model: Device whose speed fake tensors are given; None means this machine's processor.
         root: The module that the trace's module paths start from; None lets each step find its own.
         evictor: Keeps the step under a budget meanwhile; None holds everything, as autograd does.
+        standing: What is in memory all along and counts, whether the step reads it or not: weights, buffers.
 
     Attributes:
         exchanged: Whether an op has exchanged data with other processes.
@@ -61,8 +62,10 @@ class Recorder(OpMode):
         model: DeviceModel | CallSeconds | None = None,
         evictor: Evictor | None = None,
         root: nn.Module | None = None,
+        standing: Iterable[Tensor] = (),
     ) -> None:
         super().__init__()
+        self._standing = tuple(standing)
         self.log = StepLog()
         self.exchanged = False
         self._model = model
@@ -181,7 +184,8 @@ class Recorder(OpMode):
             meta["workspaces"] = self._probe.unknown
         if self._paths.compiled:
             self.log.forget_regions()
-        found = self.log.finish(self._device, meta, evicting=self.evictor is not None)
+        unread_bytes = self.log.unread_bytes(self._standing)
+        found = self.log.finish(self._device, meta, evicting=self.evictor is not None).with_static(unread_bytes)
         measured = isinstance(clock, CpuClock)
         call_s = REPLAY_COST_IN_LOGGED_OPS * median(self._logging_s) if measured and self._logging_s else 0.0
         again = self._shortcuts.shares() if measured else {}
@@ -193,6 +197,7 @@ def record(
     *,
     budget_bytes: int | None = None,
     device: DeviceModel | CallSeconds | str | None = None,
+    standing: Iterable[Tensor] = (),
 ) -> Trace:
     """Run a step once, forward and backward, and write down what it did.
 
@@ -203,6 +208,7 @@ def record(
         step: Runs the forward and returns a scalar loss.
         budget_bytes: Evict online so that what the step allocates stays under this many bytes.
         device: Device whose speed fake tensors are given: a model, or a name from the table (``"h100"``).
+        standing: Weights and buffers that count in the peak even where the step does not read them.
 
     Returns:
         The trace.
@@ -211,7 +217,7 @@ def record(
         ConfigError: When ``step`` returns no scalar tensor that requires grad.
     """
     model = device_model(device) if isinstance(device, str) else device
-    recorder = Recorder(model, Evictor(budget_bytes) if budget_bytes is not None else None)
+    recorder = Recorder(model, Evictor(budget_bytes) if budget_bytes is not None else None, standing=standing)
     with recorder:
         loss = step()
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:

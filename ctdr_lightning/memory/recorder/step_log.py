@@ -13,12 +13,14 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from ctdr_lightning.basics.torch_private import OpOverload
+from ctdr_lightning.basics.torch_private import FakeTensor, OpOverload
 from ctdr_lightning.memory.traces.overwrites import pin_what_cannot_wait
 from ctdr_lightning.memory.traces.trace import WEIGHT, OpRecord, Save, StorageRecord, Trace, ValueRecord
 from ctdr_lightning.memory.values.op_traits import overwritten, pin_reason_of_call, traits, without_running_stats
 from ctdr_lightning.memory.values.tensors import has_storage, storage_of, tensors_in
 from ctdr_lightning.memory.values.value import Handle, Value
+
+_PLAIN = (Tensor, Parameter, FakeTensor)
 
 
 class _Storage:
@@ -249,6 +251,15 @@ class StepLog:
         ref.storage.end = self.tick
         if self._tensors.get(ref.key) is ref:
             del self._tensors[ref.key]
+
+    def unread_bytes(self, standing: Iterable[Tensor]) -> int:
+        """Bytes of tensors from before the step that it has not touched: they are in memory all the same.
+
+        Args:
+            standing: What there is; of subclasses (shards, quantized weights) nothing is known.
+        """
+        plain = (t.untyped_storage() for t in standing if type(t) in _PLAIN and has_storage(t))
+        return sum({s._cdata: s.nbytes() for s in plain if s._cdata not in self._by_data}.values())
 
     def forget_regions(self) -> None:
         """Which module ran cannot be told, as some are compiled."""

@@ -2,8 +2,8 @@
 
 oneDNN's convolutions reorder their operands into blocked layouts, and the matrix products copy operands that BLAS
 cannot read. A GPU's allocator is asked at every op (see ``clock``); here each distinct call of such an op is run once
-more on dummy tensors under the profiler, whose allocation events are exact. Fake tensors' calls are run at two small
-batches and extrapolated, as workspaces are affine in the batch.
+more on dummy tensors, in a thread of its own whose allocations are written down exactly, beside any profiler of the
+user's. Fake tensors' calls are run at two small batches and extrapolated, as workspaces are affine in the batch.
 
 A step that is planned for a named GPU on fake tensors runs no kernel. cuBLAS, like BLAS, needs operands with a unit
 stride, so its copies are counted as here. cuDNN chooses among algorithms whose workspaces differ by orders of
@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ctdr_lightning.basics.torch_private import OpOverload, no_dispatch_modes, profiler_events
-from ctdr_lightning.memory.recorder.profiler import memory_profiler
+from ctdr_lightning.basics.torch_private import OpOverload, allocations_of
 from ctdr_lightning.memory.values.op_traits import traits
 from ctdr_lightning.memory.values.tensors import tensors_in
 
@@ -148,15 +147,17 @@ def _at_batch(func: OpOverload, call: tuple[Any, ...], batch: int) -> tuple[Any,
 
 def _workspaces(calls: Sequence[tuple[OpOverload, tuple[Any, ...]]]) -> list[int]:
     """For each call the peak of what it allocates above what it leaves behind."""
-    with torch.no_grad(), no_dispatch_modes(), memory_profiler() as profiler:
-        for func, call in calls:
-            args = [a.make() if isinstance(a, _Dummy) else a for a in call]
-            _mark()
-            out = func(*args)
-            _mark()
-            del args, out
-    events = [e for e in profiler_events(profiler) if e.name() == "[memory]"]
-    sizes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+
+    def run() -> None:
+        with torch.no_grad():
+            for func, call in calls:
+                args = [a.make() if isinstance(a, _Dummy) else a for a in call]
+                _mark()
+                out = func(*args)
+                _mark()
+                del args, out
+
+    sizes = allocations_of(run)
     marks = [i for i, size in enumerate(sizes) if size == _MARK_BYTES]
     return [_peak_above_end(sizes[a + 2 : b]) for a, b in zip(marks[::2], marks[1::2], strict=True)]
 

@@ -15,21 +15,21 @@ class BatchMeter:
 
     Args:
         standing: What is in memory already: weights, buffers, optimizer state, the batch.
-        gradients: Gradients of batches before, which may be freed meanwhile.
+        passing: What may be freed meanwhile: gradients of batches before, copies that would put a failed step back.
 
     Attributes:
         peak_bytes: True peak of the batch, once it is over.
         rest_bytes: How far memory rose, after the backward, above where the backward left it.
     """
 
-    def __init__(self, standing: Iterable[Tensor], gradients: Iterable[Tensor]) -> None:
+    def __init__(self, standing: Iterable[Tensor], passing: Iterable[Tensor]) -> None:
         self.peak_bytes = self.rest_bytes = 0
         self._standing_bytes = local_bytes(standing)
         self._step_bytes = self._level_bytes = 0
         self._in_backward = True
         self._meter = PeakMeter()
         self._meter.__enter__()
-        tell_trackers(gradients)
+        tell_trackers(passing)
 
     def backward_done(self) -> None:
         """What follows is the rest of the batch: unscaling, clipping, the optimizer's step. Twice is once."""

@@ -68,6 +68,11 @@ class Retry:
         self._began = ""
         self._guard: WriteGuard | None = None
 
+    @property
+    def copies(self) -> list[Tensor]:
+        """The copies that stand beside the present step until its backward is over."""
+        return self._snapshot.copies if self._snapshot is not None else []
+
     def forward(self, module: LightningModule, run: Run, inputs: Any) -> Any:
         """Run ``training_step``.
 

@@ -116,6 +116,11 @@ class Snapshot:
             copies[index] = tensor.detach().clone()
         return copies
 
+    @property
+    def copies(self) -> list[Tensor]:
+        """The copies themselves."""
+        return list(self._copies.values())
+
     def learn(self) -> None:
         """After a try that went well: remember what it wrote and was not copied, for the steps to come."""
         for index in self._changed():

@@ -137,7 +137,8 @@ class StepRunner:
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
         self._abort()
         if self.metering:  # below all others, as it leaves last
-            self._meter = BatchMeter(resident_tensors(module, module.trainer.optimizers, inputs), gradients)
+            passing = [*gradients, *(self._retry.copies if self._retry is not None else ())]
+            self._meter = BatchMeter(resident_tensors(module, module.trainer.optimizers, inputs), passing)
         if self.counting:
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()

@@ -3,11 +3,13 @@
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from ctdr_lightning.basics.torch_private import profiler_events
 from ctdr_lightning.memory import record, record_fake, simulate
 from ctdr_lightning.memory.recorder.profiler import memory_profiler
 from ctdr_lightning.memory.recorder.workspace import WorkspaceProbe
+from tests import forks
 
 
 def net(width):
@@ -55,20 +57,20 @@ def test_an_operand_that_blas_cannot_read_is_copied():
 
 
 def test_a_profiler_that_cannot_run_does_not_stop_the_step(monkeypatch):
-    def refuse():
+    def refuse(run):
         raise RuntimeError("Resource temporarily unavailable")
 
-    monkeypatch.setattr("ctdr_lightning.memory.recorder.workspace.memory_profiler", refuse)
+    monkeypatch.setattr("ctdr_lightning.memory.recorder.workspace.allocations_of", refuse)
     module = net(4)
     trace = record(lambda: module(torch.randn(2, 3, 8, 8)).sum())
     assert trace.meta["workspaces"] == "not measured: Resource temporarily unavailable"
 
 
 def test_another_devices_step_runs_no_kernel_of_this_one_and_says_what_is_not_known(monkeypatch):
-    def refuse():
+    def refuse(run):
         raise AssertionError("a kernel is measured")
 
-    monkeypatch.setattr("ctdr_lightning.memory.recorder.workspace.memory_profiler", refuse)
+    monkeypatch.setattr("ctdr_lightning.memory.recorder.workspace.allocations_of", refuse)
     trace = record_fake(net(8), torch.empty(64, 3, 24, 24), lambda m, x: m(x).square().mean(), device="a100")
     assert not any(op.temp_bytes for op in trace.ops)
     assert trace.meta["workspaces"] == "counted as 0: those of a100's kernels are not known"
@@ -79,3 +81,32 @@ def test_another_device_copies_the_operands_that_its_blas_cannot_read():
     wide = torch.ones(1).expand(16, 32)
     probe.note(0, torch.ops.aten.mm.default, (wide, torch.randn(32, 4)))
     assert probe.measure() == {0: wide.nbytes}
+
+
+PHASES = schedule(wait=1, warmup=1, active=2, repeat=1)
+
+
+@pytest.mark.parametrize("batch", range(5))
+def test_a_profiler_of_the_user_s_goes_on_in_every_phase(batch):
+    """A process of its own: torch's profiler, ended or started again while it warms up, kills the process."""
+    assert forks.run(profiled, batch) == [0]
+
+
+def profiled(recorded_batch):
+    module, x, seen = net(8), torch.randn(2, 3, 12, 12), []
+    want = record(lambda: module(x).sum())
+
+    def ready(profiler):
+        seen.append({event.name for event in profiler.events()})
+
+    with profile(activities=[ProfilerActivity.CPU], schedule=PHASES, on_trace_ready=ready) as profiler:
+        for batch in range(5):
+            if batch == recorded_batch:
+                found = record(lambda: module(x).sum())
+            module(x).sum().backward()
+            profiler.step()
+    assert "workspaces" not in found.meta
+    assert [op.temp_bytes for op in found.ops] == [op.temp_bytes for op in want.ops]
+    assert any(op.temp_bytes for op in found.ops)
+    assert len(seen) == 1
+    assert "aten::convolution" in seen[0]
