@@ -43,7 +43,7 @@ def fit(budget, **options):
 def test_a_budget_holds_with_the_copies(budget_mib):
     true_bytes, logged, callback = fit(f"{budget_mib}MiB")
     assert true_bytes <= budget_mib * MIB
-    plan = callback.memory.session.plan
+    plan = callback.run.memory.session.plan
     assert not plan.keeps_all, "the budget asks for nothing"
     copies_bytes = TABLES * 2**17
     without = plan.peak_bytes - copies_bytes
@@ -55,5 +55,5 @@ def test_a_budget_holds_with_the_copies(budget_mib):
 
 def test_without_retries_there_are_no_copies():
     true_bytes, logged, callback = fit("27MiB", retry_on_oom=False)
-    assert true_bytes == pytest.approx(callback.memory.session.plan.peak_bytes, rel=0.02)
+    assert true_bytes == pytest.approx(callback.run.memory.session.plan.peak_bytes, rel=0.02)
     assert logged["ctdr/peak_memory_gib"].item() * 2**30 == pytest.approx(true_bytes, rel=0.02)

@@ -45,7 +45,7 @@ def fit(batches, every):
     callback, watch = CTDRCallback(rank=None, policy="sqrt", verbose=False), Watch(every)
     data = DataLoader(batches, batch_size=None), None
     parts.fit(Net(), callback, watch, data=data, max_epochs=1, limit_val_batches=0)
-    return watch.seen, callback.memory.session
+    return watch.seen, callback.run.memory.session
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def fit(kind, cap, folder, **options):
     )  # fmt: skip
     trainer.fit(net, data)
     left = {"state": dict(net.state_dict()), "torch": torch.get_rng_state(), "calls": net.calls, **net.state()}
-    return left, " ".join(callback.memory.session.events)
+    return left, " ".join(callback.run.memory.session.events)
 
 
 def rescued(kind, batch, folder, options):
