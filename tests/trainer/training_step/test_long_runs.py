@@ -67,8 +67,9 @@ def test_sixty_lengths_twice_over():
     assert len(session.plans) == 60
     (_, bytes_one, after_one), (_, bytes_two, after_two), (_, bytes_three, after_three) = seen
     assert bytes_one == bytes_two == bytes_three
-    assert after_three <= after_two + 50, "plans are remembered, not made again"
-    assert after_two <= after_one + 500
+    # what is derived from a plan at its second use: 1 % of the objects
+    assert after_two <= after_one * 1.02
+    assert after_three <= after_two * 1.002, "plans are remembered, not made again"
 
 
 @pytest.mark.slow
