@@ -56,7 +56,7 @@ def policy_cell(trace: Trace, policy: str, peak_bytes: int, bound: float, time_l
 def net_table(name: str, policies: list[str], time_limit_s: float) -> None:
     net, inputs, step = NETS[name]()
     step(net, inputs).backward()
-    trace = replace(record(lambda: step(net, inputs)), call_s=0.0)
+    trace = replace(record(lambda: step(net, inputs)), python_s_per_replay=0.0)
     resident, peak = trace.resident_bytes, simulate(trace).peak_bytes
     floor = (floor_bytes(trace) - resident) / (peak - resident)
     print(f"\nnet {name}: {len(trace.forward_ops)} ops of the forward; no plan goes below {floor:.0%}")

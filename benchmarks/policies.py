@@ -159,7 +159,7 @@ def rows_of(ways: list[Way], found: list[tuple[int, float]], trace: Trace) -> li
         if way.plan is not None:
             row.predicted_peak = (way.plan.peak_bytes - trace.resident_bytes) / plain_bytes
             row.predicted_seconds = way.plan.seconds / trace.seconds
-            row.predicted_ops = simulate(replace(trace, call_s=0.0), way.plan).seconds / trace.seconds
+            row.predicted_ops = simulate(replace(trace, python_s_per_replay=0.0), way.plan).seconds / trace.seconds
         rows.append(row)
     return rows
 

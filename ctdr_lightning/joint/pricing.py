@@ -78,7 +78,7 @@ class Pricer:
         self.dense_s = self._timed()
         recorded = steady([self.recorded(model) for _ in range(_N_RECORDINGS)])
         self.dense_s = self.dense_s if self.dense_runs else recorded.seconds
-        self._python_s_per_replay, self._shares = recorded.call_s, _shares(recorded)
+        self._python_s_per_replay, self._shares = recorded.python_s_per_replay, _shares(recorded)
         self._calls = CallSeconds()
         self._on_fakes = self._learn(recorded)
         self.dense = self._faked(model) if self._on_fakes else recorded
@@ -160,7 +160,7 @@ def _n_seen(made: Plan) -> int:
 
 def _shares(trace: Trace) -> dict[tuple[Any, ...], float]:
     """What running ops with a shortcut once more takes of their time, by kind of op."""
-    return {_kind(trace, op): op.again for op in trace.ops if op.again < 1}
+    return {_kind(trace, op): op.replay_share for op in trace.ops if op.replay_share < 1}
 
 
 def _kind(trace: Trace, op: OpRecord) -> tuple[Any, ...]:

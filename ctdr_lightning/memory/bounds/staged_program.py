@@ -62,7 +62,7 @@ def _lives(trace: Trace) -> Lives:
     bytes_at = np.cumsum(steps)[: trace.n_ticks] + trace.resident_bytes
     for op in trace.ops:
         bytes_at[op.tick] += op.temp_bytes
-    available = [min(ends[v.storage], v.lost - 1) for v in trace.values]
+    available = [min(ends[v.storage], v.overwritten_at - 1) for v in trace.values]
     return Lives(ends, available, bytes_at)
 
 
@@ -168,7 +168,7 @@ class StagedProgram:
     def _persists(self, stage: int, value: int) -> None:
         """What is there was there at the tick before or was made since; what is written over, only the latter."""
         terms = [(self.present[stage, value], 1.0)]
-        written_over = value in self.trace.fleeting
+        written_over = value in self.trace.unholdable
         if not written_over and (not stage or self._given(stage - 1, value)):
             return
         if stage and not self._given(stage - 1, value):
@@ -184,7 +184,7 @@ class StagedProgram:
         rows: list[list[tuple[int, float]]] = [[] for _ in self.ticks]
         for (stage, value), variable in self.present.items():
             place = self.trace.values[value].storage
-            if value in self.trace.fleeting:
+            if value in self.trace.unholdable:
                 rows[stage].append((variable, self.trace.storages[place].n_bytes / unit))
             elif self.lives.ends[place] < self.ticks[stage]:
                 on_storage.setdefault((stage, place), []).append(variable)

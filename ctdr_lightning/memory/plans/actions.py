@@ -86,7 +86,7 @@ def action_of(trace: Trace, actions: Actions, value: int) -> Action:
     if value not in trace.droppable:
         return KEEP
     if given is not None:
-        return RECOMPUTE if isinstance(given, Keep) and value in trace.fleeting else given
+        return RECOMPUTE if isinstance(given, Keep) and value in trace.unholdable else given
     return KEEP if trace.values[value].saves else RECOMPUTE_EACH
 
 

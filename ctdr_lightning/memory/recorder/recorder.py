@@ -187,9 +187,9 @@ class Recorder(OpMode):
         unread_bytes = self.log.unread_bytes(self._standing)
         found = self.log.finish(self._device, meta, evicting=self.evictor is not None).with_static(unread_bytes)
         measured = isinstance(clock, CpuClock)
-        call_s = REPLAY_COST_IN_LOGGED_OPS * median(self._logging_s) if measured and self._logging_s else 0.0
-        again = self._shortcuts.shares() if measured else {}
-        return found.with_costs([clock.seconds(op.seconds) for op in found.ops], temps, call_s, again)
+        python_s = REPLAY_COST_IN_LOGGED_OPS * median(self._logging_s) if measured and self._logging_s else 0.0
+        shares = self._shortcuts.shares() if measured else {}
+        return found.with_costs([clock.seconds(op.seconds) for op in found.ops], temps, python_s, shares)
 
 
 def record(

@@ -93,7 +93,7 @@ class StepLog:
         self._on_death, self._on_free, self._on_replay_free = self._tensor_died, self._storage_died, self._replay_freed
         self._values: list[tuple[int, int, tuple[int, ...], str, str]] = []
         self._units: dict[int, int] = {}
-        self._lost: dict[int, int] = {}
+        self._overwritten_at: dict[int, int] = {}
         self._saves: list[_Saved] = []
         self._strided = True
         self._sharded = False
@@ -229,7 +229,7 @@ class StepLog:
     def _overwrite(self, tensor: Tensor, pin: str) -> None:
         storage = self._storage_of(tensor, born=-1)
         old = self.value_of(tensor)
-        self._lost[old] = self.tick
+        self._overwritten_at[old] = self.tick
         if tensor.nbytes != storage.n_bytes:
             pin = pin or "written in place through a view"
         elif self._values[old][1] < 0 and storage.born < 0:
@@ -297,7 +297,7 @@ class StepLog:
             for s in self._storages
         )
         values = tuple(
-            ValueRecord(storage, op, shape, dtype, self._lost.get(i, n_ticks), tuple(saves.get(i, ())), pin)
+            ValueRecord(storage, op, shape, dtype, self._overwritten_at.get(i, n_ticks), tuple(saves.get(i, ())), pin)
             for i, (storage, op, shape, dtype, pin) in enumerate(self._values)
         )
         resident = sum(s.n_bytes for s in self._storages if s.born < 0)

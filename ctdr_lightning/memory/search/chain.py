@@ -148,7 +148,7 @@ def _cuts(
         live |= set(starts.get(i, ()))
         live = {v for v in live if last_use[v] > i}
         large = live - small
-        if len(large) == 1 and not large & trace.fleeting:
+        if len(large) == 1 and not large & trace.unholdable:
             (value,) = large
             if value in crossing:
                 cuts[crossing[value]] = (i, value)

@@ -30,4 +30,4 @@ def _means_the_same(target: Trace, value: int, action: Action) -> bool:
         facts, needs = facts_of(target)[value], {cost.name: cost.needs for cost in target.codecs}
         there = isinstance(action, Compress) or any(link.to == action.to for link in target.links)
         return facts.movable and there and all(needs.get(codec) in facts.kinds for codec in action.codecs)
-    return value in target.droppable and not (isinstance(action, Keep) and value in target.fleeting)
+    return value in target.droppable and not (isinstance(action, Keep) and value in target.unholdable)

@@ -37,7 +37,7 @@ class TraceIndex:
             [v for v in dict.fromkeys(op.outputs) if v >= 0 and self.op_of[v] == i] for i, op in enumerate(trace.ops)
         ]
         self.n_bytes = [trace.storages[v.storage].n_bytes for v in trace.values]
-        self.alive_until = [min(trace.storages[v.storage].end, v.lost - 1) for v in trace.values]
+        self.alive_until = [min(trace.storages[v.storage].end, v.overwritten_at - 1) for v in trace.values]
         self.saved = [bool(v.saves) for v in trace.values]
         self.released = [max((s.released for s in v.saves), default=-1) for v in trace.values]
         self.droppable = [v in trace.droppable for v in range(len(trace.values))]

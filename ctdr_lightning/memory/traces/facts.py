@@ -85,7 +85,7 @@ def _facts(trace: Trace, value: int, readers: set[str]) -> Facts:
         and bool(record.saves)
         and record.op >= 0
         and not trace.ops[record.op].backward
-        and record.lost >= until
+        and record.overwritten_at >= until
         and not record.pin.startswith(_UNMOVABLE)
     )
     kinds = _kinds(trace, value, readers) if movable else frozenset()

@@ -16,7 +16,7 @@ def pin_what_cannot_wait(trace: Trace) -> Trace:
     released = [max((s.released for s in v.saves), default=-1) for v in trace.values]
     need = _last_needs(trace, released)
     pins = [
-        v.pin or ("overwritten while autograd awaits it" if v.lost < until else "")
+        v.pin or ("overwritten while autograd awaits it" if v.overwritten_at < until else "")
         for v, until in zip(trace.values, released, strict=True)
     ]
     for index, op in enumerate(trace.ops):
@@ -24,7 +24,7 @@ def pin_what_cannot_wait(trace: Trace) -> Trace:
         until = max((need[v] for v in made), default=-1)
         for source in op.inputs:
             record = trace.values[source]
-            if record.lost < until and (record.op < 0 or pins[source] or record.saves):
+            if record.overwritten_at < until and (record.op < 0 or pins[source] or record.saves):
                 for v in made:
                     pins[v] = pins[v] or "reads a tensor that is overwritten before the backward"
     return replace(trace, values=tuple(replace(v, pin=pin) for v, pin in zip(trace.values, pins, strict=True)))

@@ -20,7 +20,7 @@ from ctdr_lightning.basics.errors import CheckpointError
 from ctdr_lightning.basics.files import write_text
 from ctdr_lightning.memory.traces.machine import CodecCost, Link
 
-TRACE_VERSION = 3
+TRACE_VERSION = 4
 # 256 TiB: a larger number in a file is damage.
 MAX_BYTES = 2**48
 WEIGHT = "a weight"  # the pin of a parameter that requires grad
@@ -43,7 +43,7 @@ class OpRecord:
         backward: Whether autograd's backward ran it.
         pin: Why it may not be run again, or the empty string.
         region: How many forwards of modules had begun before it; -1 where that is not known.
-        again: Time of a replay over the time of the first run; below 1 if the op has a shortcut.
+        replay_share: Time of a replay over the time of the first run; below 1 if the op has a shortcut.
     """
 
     name: str
@@ -56,7 +56,7 @@ class OpRecord:
     backward: bool
     pin: str
     region: int = -1
-    again: float = 1.0
+    replay_share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class ValueRecord:
         op: Index of the op that wrote it; -1 for a tensor from before the step.
         shape: Shape of the tensor that was written.
         dtype: Its dtype, such as ``"float32"``.
-        lost: Tick at which the storage was overwritten; the trace's length where it never was.
+        overwritten_at: Tick at which the storage was overwritten; the trace's length where it never was.
         saves: What autograd held of it.
         pin: Why it may not be recomputed, or the empty string; ``WEIGHT`` for a parameter that requires grad.
         zeros: Share of zeros that was seen in it, where recording looked.
@@ -93,7 +93,7 @@ class ValueRecord:
     op: int
     shape: tuple[int, ...]
     dtype: str
-    lost: int
+    overwritten_at: int
     saves: tuple[Save, ...]
     pin: str
     zeros: float = 0.0
@@ -129,8 +129,8 @@ class Trace:
         meta: Anything worth keeping with the trace.
         n_training: How many forwards of modules in training mode begin before the last op of the forward; -1 where
             that is not known.
-        call_s: Seconds that Python takes for each op that is dropped and run again (to see it, capture it, hand its
-            handles in and out, call it); 0 where kernels run on their own time, on a GPU.
+        python_s_per_replay: Seconds that Python takes for each op that is dropped and run again (to see it, capture it,
+            hand its handles in and out, call it); 0 where kernels run on their own time, on a GPU.
         links: Ways to the places where tensors can wait, by the machine that the step is planned for.
         codecs: What the codecs that may be used cost on it.
     """
@@ -143,7 +143,7 @@ class Trace:
     resident_bytes: int = 0
     meta: dict[str, str] = field(default_factory=dict)
     n_training: int = -1
-    call_s: float = 0.0
+    python_s_per_replay: float = 0.0
     links: tuple[Link, ...] = ()
     codecs: tuple[CodecCost, ...] = ()
 
@@ -160,9 +160,9 @@ class Trace:
         )
 
     @cached_property
-    def fleeting(self) -> frozenset[int]:
+    def unholdable(self) -> frozenset[int]:
         """Ids of the values that are written over and that autograd did not save: they cannot be held."""
-        return frozenset(i for i, v in enumerate(self.values) if v.lost < self.n_ticks and not v.saves)
+        return frozenset(i for i, v in enumerate(self.values) if v.overwritten_at < self.n_ticks and not v.saves)
 
     @cached_property
     def forward_ops(self) -> tuple[int, ...]:
@@ -177,7 +177,7 @@ class Trace:
     def replay_seconds(self, op: int) -> float:
         """What it takes to run an op once more: its own time, or its shortcut's, and Python's."""
         record = self.ops[op]
-        return record.seconds * record.again + self.call_s
+        return record.seconds * record.replay_share + self.python_s_per_replay
 
     def value_bytes(self, value: int) -> int:
         """Size of the allocation behind a value."""
@@ -200,16 +200,16 @@ class Trace:
         self,
         seconds: Sequence[float],
         temp_bytes: Mapping[int, int],
-        call_s: float = 0.0,
-        again: Mapping[int, float] | None = None,
+        python_s_per_replay: float = 0.0,
+        replay_shares: Mapping[int, float] | None = None,
     ) -> Trace:
         """A copy with new op times (one per op) and, for the op indices given, new workspaces and replay shares."""
-        shares = again or {}
-        ops = (
-            replace(op, seconds=s, temp_bytes=temp_bytes.get(i, op.temp_bytes), again=shares.get(i, op.again))
-            for i, (op, s) in enumerate(zip(self.ops, seconds, strict=True))
-        )
-        return replace(self, ops=tuple(ops), call_s=call_s)
+        shares = replay_shares or {}
+        ops = []
+        for i, (op, op_seconds) in enumerate(zip(self.ops, seconds, strict=True)):
+            share, temp = shares.get(i, op.replay_share), temp_bytes.get(i, op.temp_bytes)
+            ops.append(replace(op, seconds=op_seconds, temp_bytes=temp, replay_share=share))
+        return replace(self, ops=tuple(ops), python_s_per_replay=python_s_per_replay)
 
     def with_machine(self, links: Iterable[Link] = (), codecs: Iterable[CodecCost] = ()) -> Trace:
         """The same trace on a machine with links to other places and with codecs; what is there already stays.
@@ -266,7 +266,7 @@ class Trace:
                 resident_bytes=int(data["resident_bytes"]),
                 meta={str(k): str(v) for k, v in data["meta"].items()},
                 n_training=int(data.get("n_training", -1)),
-                call_s=float(data.get("call_s", 0.0)),
+                python_s_per_replay=float(data.get("python_s_per_replay", 0.0)),
                 links=tuple(read_record(Link, row) for row in data.get("links", ())),
                 codecs=tuple(read_record(CodecCost, row) for row in data.get("codecs", ())),
             )
@@ -284,11 +284,11 @@ class Trace:
             _require(all(0 <= v < n_values and self.values[v].op < index for v in op.inputs), "what an op reads")
             _require(all(-1 <= v < n_values for v in op.outputs), "what an op makes")
             _require(0 <= op.tick < n and op.seconds >= 0 and 0 <= op.temp_bytes < MAX_BYTES, "an op's cost")
-            _require(0 <= op.again <= 1, "what an op takes once more")
+            _require(0 <= op.replay_share <= 1, "what an op takes once more")
             _require(-1 <= op.region < MAX_REGIONS, "an op's region")
         for value in self.values:
             _require(-1 <= value.op < n_ops and 0 <= value.storage < len(self.storages), "what made a value")
-            _require(0 <= value.lost <= n, "when a value is lost")
+            _require(0 <= value.overwritten_at <= n, "when a value is overwritten")
             _require(0 <= value.zeros <= 1, "a share of zeros")
         for save in saves:
             _require(save.packed >= -1 and save.released <= n and all(0 <= t < n for t in save.unpacked), "a save")
@@ -296,7 +296,7 @@ class Trace:
             _require(-1 <= storage.born < max(n, 1) and -1 <= storage.end <= n, "when a storage is live")
             _require(0 <= storage.n_bytes < MAX_BYTES, "a storage's bytes")
         _require(0 <= self.resident_bytes < MAX_BYTES, "the resident bytes")
-        _require(0 <= self.call_s < inf, "Python's time")
+        _require(0 <= self.python_s_per_replay < inf, "Python's time")
         _require(-1 <= self.n_training < MAX_REGIONS, "the number of training modules")
         for link in self.links:
             _require(min(link.out_bytes_per_s, link.in_bytes_per_s) > 0 and link.latency_s >= 0, "a link's rate")

@@ -31,7 +31,7 @@ def steady(traces: Sequence[Trace]) -> Trace:
         for kind, op in zip(kinds, trace.ops, strict=True):
             taken[kind].append(op.seconds)
     typical = {kind: median(seconds) for kind, seconds in taken.items()}
-    return last.with_costs([typical[kind] for kind in kinds], {}, median(trace.call_s for trace in traces))
+    return last.with_costs([typical[kind] for kind in kinds], {}, median(trace.python_s_per_replay for trace in traces))
 
 
 def _kind(trace: Trace, op: OpRecord) -> Hashable:

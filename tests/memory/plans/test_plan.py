@@ -51,7 +51,7 @@ def test_what_may_not_be_recomputed_is_kept_whatever_is_asked():
 
 def test_what_is_written_over_cannot_be_held():
     norm = made_by("native_batch_norm")
-    assert norm in TRACE.fleeting
+    assert norm in TRACE.unholdable
     assert action_of(TRACE, {norm: KEEP}, norm) == RECOMPUTE
     assert action_of(TRACE, {norm: RECOMPUTE_EACH}, norm) == RECOMPUTE_EACH
 

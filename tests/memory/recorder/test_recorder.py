@@ -54,9 +54,9 @@ def test_writes_in_place_make_new_values():
     trace = record(lambda: (x * 2).relu_().exp().sum())
     before, after = value_of(trace, "mul"), value_of(trace, "relu_")
     assert before.storage == after.storage
-    assert before.lost == named(trace, "relu_")[0].tick
-    assert after.lost == trace.n_ticks
-    assert named(trace, "mul")[0].outputs[0] in trace.fleeting
+    assert before.overwritten_at == named(trace, "relu_")[0].tick
+    assert after.overwritten_at == trace.n_ticks
+    assert named(trace, "mul")[0].outputs[0] in trace.unholdable
 
 
 def test_lifetimes():
@@ -182,8 +182,8 @@ def test_what_is_no_step_is_refused():
 
 def test_pythons_time_is_measured_where_kernels_wait_for_it():
     net, x = torch.nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4)
-    assert 1e-6 < record(lambda: net(x).sum()).call_s < 1e-1
-    assert record_fake(net, x, lambda net, x: net(x).sum()).call_s == 0.0
+    assert 1e-6 < record(lambda: net(x).sum()).python_s_per_replay < 1e-1
+    assert record_fake(net, x, lambda net, x: net(x).sum()).python_s_per_replay == 0.0
 
 
 def test_the_modules_that_train_are_counted_up_to_the_last_op():

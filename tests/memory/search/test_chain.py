@@ -58,8 +58,8 @@ def test_what_is_written_over_is_no_cut():
     net = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True))])
     trace = record(lambda: net(torch.ones(4, 8).cumsum(0)).sum())
     outputs = {stage.output for stage in find_chain(trace).stages}
-    assert trace.fleeting
-    assert not outputs & trace.fleeting
+    assert trace.unholdable
+    assert not outputs & trace.unholdable
 
 
 def test_actions_by_stage():

@@ -121,8 +121,8 @@ def test_pythons_time_is_charged_for_each_op_that_runs_again(trace):
     actions = dict.fromkeys(trace.saved, RECOMPUTE)
     n_ops = len(trace.ops)
     whole = dict.fromkeys(range(n_ops), 1.0)
-    counted = simulate(trace.with_costs([1.0] * n_ops, {}, again=whole), actions)
-    charged = simulate(trace.with_costs([0.0] * n_ops, {}, call_s=0.5), actions)
+    counted = simulate(trace.with_costs([1.0] * n_ops, {}, replay_shares=whole), actions)
+    charged = simulate(trace.with_costs([0.0] * n_ops, {}, python_s_per_replay=0.5), actions)
     assert bool(counted.recompute_seconds) == bool(trace.saved)
     assert charged.seconds == charged.recompute_seconds == pytest.approx(0.5 * counted.recompute_seconds)
     assert charged.peak_bytes == counted.peak_bytes

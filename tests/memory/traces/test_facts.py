@@ -79,7 +79,7 @@ def test_views_inputs_and_what_is_overwritten_cannot_be_moved():
         if entry.op < 0 or not entry.saves or trace.ops[entry.op].backward:
             assert not facts.movable
         until = max((s.released for s in entry.saves), default=-1)
-        assert not (facts.movable and entry.lost < until)
+        assert not (facts.movable and entry.overwritten_at < until)
 
 
 def test_the_machine_round_trips_with_the_trace():

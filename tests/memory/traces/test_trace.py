@@ -98,8 +98,8 @@ def test_what_is_no_trace_is_refused(text):
 
 
 def test_a_trace_of_another_version_is_refused():
-    with pytest.raises(CheckpointError, match="version 3"):
-        Trace.from_json(TRACE.to_json().replace('"version": 3', '"version": 1', 1))
+    with pytest.raises(CheckpointError, match="version 4"):
+        Trace.from_json(TRACE.to_json().replace('"version": 4', '"version": 1', 1))
 
 
 def test_what_a_trace_says_of_itself():
@@ -109,7 +109,7 @@ def test_what_a_trace_says_of_itself():
     assert made in TRACE.droppable
     assert TRACE.value_bytes(made) == 2 * 2 * 3 * 3 * 4
     assert TRACE.module_of(made) == "0"
-    assert TRACE.ops[norm].outputs[0] in TRACE.fleeting, "the ReLU writes over it"
+    assert TRACE.ops[norm].outputs[0] in TRACE.unholdable, "the ReLU writes over it"
     assert all(not TRACE.ops[i].backward for i in TRACE.forward_ops)
     assert TRACE.seconds == sum(op.seconds for op in TRACE.ops)
     assert TRACE.resident_bytes >= 4 * sum(p.numel() for p in (torch.empty(2, 1, 3, 3), torch.empty(2)))

@@ -30,8 +30,8 @@ def test_equal_ops_take_equally_long():
 
 
 def test_pythons_time_is_a_median_too():
-    traces = [replace(recorded([2.0, 2.0, 9.0]), call_s=seconds) for seconds in (1.0, 7.0, 3.0)]
-    assert steady(traces).call_s == 3.0
+    traces = [replace(recorded([2.0, 2.0, 9.0]), python_s_per_replay=seconds) for seconds in (1.0, 7.0, 3.0)]
+    assert steady(traces).python_s_per_replay == 3.0
 
 
 def test_nothing_else_changes():

@@ -89,14 +89,14 @@ def test_the_trace_knows_it(monkeypatch):
     net, step = net_and_step()
     trace = Bench(net, step).record()
     for op in norms(trace):
-        assert op.again == 0.25
+        assert op.replay_share == 0.25
         assert [bool(trace.values[v].pin) for v in op.outputs] == [False, True, True]
-    assert {op.again for op in trace.ops if op not in norms(trace)} == {1.0}
+    assert {op.replay_share for op in trace.ops if op not in norms(trace)} == {1.0}
     first = trace.ops.index(norms(trace)[0])
-    assert trace.replay_seconds(first) < trace.ops[first].seconds + trace.call_s
+    assert trace.replay_seconds(first) < trace.ops[first].seconds + trace.python_s_per_replay
     assert Trace.from_json(trace.to_json()) == trace
     with pytest.raises(CheckpointError, match="once more"):
-        Trace.from_json(replace(trace, ops=tuple(replace(op, again=1.5) for op in trace.ops)).to_json())
+        Trace.from_json(replace(trace, ops=tuple(replace(op, replay_share=1.5) for op in trace.ops)).to_json())
 
 
 def test_the_simulator_charges_it(monkeypatch):
@@ -104,7 +104,7 @@ def test_the_simulator_charges_it(monkeypatch):
     net, step = net_and_step()
     trace = Bench(net, step).record()
     whole = trace.with_costs(
-        [op.seconds for op in trace.ops], {}, trace.call_s, dict.fromkeys(range(len(trace.ops)), 1.0)
+        [op.seconds for op in trace.ops], {}, trace.python_s_per_replay, dict.fromkeys(range(len(trace.ops)), 1.0)
     )
     actions = everything_dropped(trace)
     assert simulate(trace, actions).recompute_seconds < simulate(whole, actions).recompute_seconds
@@ -117,7 +117,7 @@ def test_a_fake_step_pins_the_same():
     real = record(lambda: net(images).square().sum())
     fake = record_fake(net, images, lambda net, images: net(images).square().sum())
     assert [v.pin for v in fake.values] == [v.pin for v in real.values]
-    assert {op.again for op in fake.ops} == {1.0}
+    assert {op.replay_share for op in fake.ops} == {1.0}
 
 
 def replayed(monkeypatch, made, bench):
