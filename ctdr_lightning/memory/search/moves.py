@@ -55,9 +55,7 @@ class Moves:
         self.default = bytes(_KEEP if trace.values[v].saves else _EACH for v in self.items)
         self.state = bytearray(self.default)
         self._index = {value: i for i, value in enumerate(self.items)}
-        self._can_hold = [
-            bool(trace.values[v].saves) or trace.values[v].overwritten_at >= trace.n_ticks for v in self.items
-        ]
+        self._can_hold = [value not in trace.unholdable for value in self.items]
         n_moves = len(CHOICES) * len(self.items)
         self.seconds = np.zeros(n_moves)
         self.usable = np.zeros(n_moves, dtype=bool)
