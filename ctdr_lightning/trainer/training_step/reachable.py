@@ -27,6 +27,7 @@ _BOOKKEEPING = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modu
 _FOREIGN = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "ctdr_lightning", *sys.stdlib_module_names}
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _WORDS = (str, int)
+_NOTHING_INSIDE = frozenset({int, float, bool, str, bytes, type(None)})
 Trail = tuple[Any, Any]
 
 
@@ -157,7 +158,11 @@ def _tensor(found: Reachable, todo: _Todo, trail: Trail, thing: Tensor) -> None:
 def _module(found: Reachable, todo: _Todo, trail: Trail, thing: nn.Module) -> None:
     attributes = vars(thing)
     found.containers.append((attributes, attributes.copy()))
-    todo += [((trail, key), value) for key, value in attributes.items() if key not in _BOOKKEEPING]
+    todo += [
+        ((trail, key), value)
+        for key, value in attributes.items()
+        if key not in _BOOKKEEPING and type(value) not in _NOTHING_INSIDE
+    ]
 
 
 def _generator(found: Reachable, todo: _Todo, trail: Trail, thing: Any) -> None:
@@ -172,10 +177,11 @@ def _container(found: Reachable, todo: _Todo, trail: Trail, thing: Any) -> None:
     if len(thing) > MOST_ENTRIES:
         found.too_large.append(trail)
         return
-    copied = dict(thing) if isinstance(thing, MutableMapping) else list(thing)
+    is_map = type(thing) is dict or isinstance(thing, MutableMapping)
+    copied: Any = dict(thing) if is_map else list(thing)
     found.containers.append((thing, copied))
-    entries = copied.items() if isinstance(copied, dict) else enumerate(copied)
-    todo += [((trail, key), value) for key, value in entries]
+    entries = copied.items() if is_map else enumerate(copied)
+    todo += [((trail, key), value) for key, value in entries if type(value) not in _NOTHING_INSIDE]
 
 
 def _tuple(found: Reachable, todo: _Todo, trail: Trail, thing: tuple[Any, ...]) -> None:

@@ -106,7 +106,7 @@ class Snapshot:
     def _copy(self, tensors: list[tuple[Trail, Tensor]]) -> dict[int, Tensor]:
         copies, left_bytes, known = {}, COPIED_AT_MOST_BYTES, self._written
         for index, (trail, tensor) in enumerate(tensors):
-            trains = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+            trains = tensor.requires_grad and isinstance(tensor, nn.Parameter)
             if trains or tensor.layout != torch.strided or self._versions[index] < 0:
                 continue
             small = tensor.numel() <= SMALL_ELEMENTS and _root(trail) != OPTIMIZERS
