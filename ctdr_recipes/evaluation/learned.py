@@ -167,8 +167,8 @@ def _run(task: Task, data: Splits, seed: int) -> tuple[float, float, float, int,
     recovery = Recovery(phases=[Phase(epochs=task.fine_epochs)], monitor="val/acc", mode="max", reference="measure")
     callback = CTDRCallback(task.rank, recovery=recovery, verbose=False)
     tuned = _fit(module, data, task.fine_epochs, callback)
-    assert callback.coach is not None
-    raw = callback.coach.progress.raw
+    assert callback.run.coach is not None
+    raw = callback.run.coach.progress.raw
     assert raw is not None
     return dense, raw, tuned, before, sum(p.numel() for p in module.parameters())
 

@@ -4,8 +4,7 @@ import torch
 from torch import nn
 
 from ctdr_lightning.basics.torch_private import OpMode
-from ctdr_lightning.memory import RECOMPUTE, Tape, record
-from ctdr_lightning.memory.planner import make_plan
+from ctdr_lightning.memory import RECOMPUTE, Plan, Tape, record, simulate
 
 
 class Counting(OpMode):
@@ -73,7 +72,7 @@ def test_a_plan_is_carried_out_around_compiled_code_with_a_break():
     net.zero_grad()
     trace = record(step)
     net.zero_grad()
-    with Tape(make_plan(trace, dict.fromkeys(trace.droppable, RECOMPUTE), "drop")) as tape:
+    with Tape(Plan("drop", simulate(trace, dict.fromkeys(trace.droppable, RECOMPUTE)))) as tape:
         loss = step()
     loss.backward()
     assert not tape.diverged
