@@ -49,7 +49,7 @@ class Price:
     Attributes:
         trace: Its step, with the optimizer's state in memory all along.
         parameters: All of its parameters.
-        state_bytes: The optimizer's state.
+        state_bytes: The optimizer's state, and what else stands beside the step.
     """
 
     trace: Trace
@@ -65,6 +65,7 @@ class Pricer:
         step: Runs the model on a batch; returns the loss.
         batch: One batch as in training.
         n_states: Numbers that the optimizer keeps for each trained weight.
+        beside_bytes: What stands beside every step, such as the copies by which a failed step is put back.
 
     Attributes:
         dense: Trace of the dense step.
@@ -72,8 +73,16 @@ class Pricer:
         dense_runs: Whether the dense step fits into the device's memory without a plan.
     """
 
-    def __init__(self, model: nn.Module, step: Callable[[Any, Any], Tensor], batch: Any, n_states: float) -> None:
-        self._model, self._step, self._batch, self._n_states = model, step, batch, n_states
+    def __init__(
+        self,
+        model: nn.Module,
+        step: Callable[[Any, Any], Tensor],
+        batch: Any,
+        n_states: float,
+        beside_bytes: int = 0,
+    ) -> None:
+        self._model, self._step, self._batch = model, step, batch
+        self._n_states, self._beside_bytes = n_states, beside_bytes
         self.dense_runs = True
         self.dense_s = self._timed()
         recorded = steady([self.recorded(model) for _ in range(_N_RECORDINGS)])
@@ -105,7 +114,7 @@ class Pricer:
         else:
             found = self._faked(candidate) if self._on_fakes else self.recorded(candidate)
         sizes = [(p.numel(), p.numel() * p.element_size() * p.requires_grad) for p in candidate.parameters()]
-        state_bytes = round(self._n_states * sum(n_bytes for _, n_bytes in sizes))
+        state_bytes = round(self._n_states * sum(n_bytes for _, n_bytes in sizes)) + self._beside_bytes
         return Price(found.with_static(state_bytes), sum(n for n, _ in sizes), state_bytes)
 
     def seconds(self, made: Plan) -> float:

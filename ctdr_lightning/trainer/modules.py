@@ -9,6 +9,9 @@ from ctdr_lightning.trainer.structure import match_structure
 
 M = TypeVar("M")
 _BASES = ("lightning.", "pytorch_lightning.")
+# Tensors up to this size are copied before each step, to be put back where it fails: BatchNorm's statistics, counters
+# and metrics are below; to copy 2**16 elements takes about as long as to launch it.
+SMALL_ELEMENTS = 2**16
 
 
 def overrides(module: object, name: str) -> bool:

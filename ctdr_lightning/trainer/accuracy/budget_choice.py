@@ -11,12 +11,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ctdr_lightning.basics.errors import ConfigError, CTDRError
+from ctdr_lightning.basics.torch_private import tree_leaves
 from ctdr_lightning.decomposition import Choices, Report, decompose
 from ctdr_lightning.decomposition.report import LayerReport
 from ctdr_lightning.joint.budget_fit import BudgetFit, LayerCost
 from ctdr_lightning.joint.for_budget import fit_to_budget
 from ctdr_lightning.recovery.duplicate import duplicate
 from ctdr_lightning.trainer.accuracy.choosing import TrainingData
+from ctdr_lightning.trainer.modules import SMALL_ELEMENTS
 from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.randomness import isolated
 
@@ -72,6 +74,7 @@ class BudgetChoice(TrainingData):
             double, partial(_loss, self._trainer, step), batches, asked.memory_budget,
             max_slowdown=asked.max_slowdown, max_loss=asked.max_loss, method=asked.method, select=asked.select,
             optimizer=_optimizer(double), progress=asked.verbose,
+            beside_bytes=_copied_bytes(double, batches[0][1]) if asked.retry_on_oom else 0,
         )  # fmt: skip
         n_after = sum(parameter.numel() for parameter in double.parameters())
         return Report(tuple(_row(cost) for cost in self.fit.layers), n_before, n_after)
@@ -84,6 +87,18 @@ def _loss(trainer: Any, step: Callable[[Any, Any], Any], module: LightningModule
     if not isinstance(loss, Tensor):
         raise ConfigError("training_step returned no loss on the first batches.", _HINT)
     return loss
+
+
+def _copied_bytes(double: LightningModule, batch: Any) -> int:
+    """Bytes of the copies by which a step that ran out of memory is put back: of all small tensors but the weights.
+
+    A budget that is only just met without them is refused, or planned anew, once training makes them.
+    """
+    frozen = [p for p in double.parameters() if not p.requires_grad]
+    batched = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    small = [t for t in (*frozen, *double.buffers(), *batched) if t.numel() <= SMALL_ELEMENTS]
+    n_bytes = sum(t.nbytes for t in {id(t): t for t in small}.values())
+    return n_bytes + n_bytes // 8  # the room that the step's own plan gives them
 
 
 def _optimizer(double: LightningModule) -> Optimizer | str:

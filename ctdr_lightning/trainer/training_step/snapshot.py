@@ -19,10 +19,9 @@ from torch import Tensor, nn
 
 from ctdr_lightning.basics.units import format_bytes
 from ctdr_lightning.memory.values.tensors import version_of
+from ctdr_lightning.trainer.modules import SMALL_ELEMENTS
 from ctdr_lightning.trainer.training_step.reachable import Reachable, Trail, iterator_state, mark, reachable, way
 
-# BatchNorm's statistics, counters and metrics are below; to copy 2**16 elements takes about as long as to launch it.
-SMALL_ELEMENTS = 2**16
 # The root below which small tensors are not copied: forward and backward leave an optimizer's state alone, and Adam's
 # is twice the net where all layers are small (with the copies the demo's step took 10 % more than its budget).
 OPTIMIZERS = "optimizers"

@@ -7,6 +7,7 @@ from ctdr_lightning import CTDRCallback
 from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError
 from ctdr_lightning.decomposition import FactorizedLayer
 from ctdr_lightning.joint import pricing, search
+from ctdr_lightning.trainer.modules import SMALL_ELEMENTS
 from tests import parts
 
 BUDGET = 800_000
@@ -39,6 +40,17 @@ def test_layers_are_cut_to_what_the_budget_asks_for_and_the_optimizer_owns_them(
     assert callback.run.memory.session.plan.peak_bytes <= BUDGET
     owned = {id(p) for group in trainer.optimizers[0].param_groups for p in group["params"]}
     assert owned == {id(p) for p in chosen.parameters()}
+
+
+def test_the_copies_of_a_retry_count_in_what_is_chosen():
+    peaks = []
+    for retries in (True, False):
+        callback = automatic("1GiB", retry_on_oom=retries)
+        parts.fit(module(), callback, max_epochs=1, limit_train_batches=1)
+        peaks.append(callback.fit.dense_peak_bytes)
+    batch = next(iter(parts.loaders()[0]))
+    copied = sum(t.nbytes for t in (*module().buffers(), *batch) if t.numel() <= SMALL_ELEMENTS)
+    assert peaks[0] - peaks[1] == copied + copied // 8 > 0
 
 
 def test_a_run_that_may_stay_dense_is_the_plain_run_to_the_bit():

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from ctdr_lightning.trainer.modules import SMALL_ELEMENTS
 from ctdr_lightning.trainer.training_step.reachable import mark, reachable, way
-from ctdr_lightning.trainer.training_step.snapshot import OPTIMIZERS, SMALL_ELEMENTS, Snapshot
+from ctdr_lightning.trainer.training_step.snapshot import OPTIMIZERS, Snapshot
 
 
 def stepped(net):
