@@ -16,10 +16,15 @@ class LineCounter:
     Args:
         inside: Code objects; lines are counted while one of them is on the stack.
         at: The line to be interrupted at, from 1; None only counts.
+
+    Attributes:
+        count: Lines that have run.
+        firsts: The number at which each line of each file ran first.
     """
 
     def __init__(self, inside, at=None):
         self.inside, self.at, self.count, self.depth = inside, at, 0, 0
+        self.firsts = {}
 
     def call(self, frame, event, argument):
         if frame.f_code in self.inside:
@@ -37,9 +42,21 @@ class LineCounter:
     def line(self, frame, event, argument):
         if event == "line" and self.depth:
             self.count += 1
+            self.firsts.setdefault((frame.f_code.co_filename, frame.f_lineno), self.count)
             if self.count == self.at:
                 signal.raise_signal(signal.SIGINT)
         return self.line
+
+
+def spread(counter, n_points):
+    """Numbers of lines to interrupt at: evenly over the run, and evenly over the distinct lines of the code.
+
+    Most lines that run are loops of the solvers; the distinct ones are mostly those that change a model.
+    """
+    firsts = sorted(counter.firsts.values())
+    over_time = {1 + (2 * point + 1) * counter.count // (2 * n_points) for point in range(n_points)}
+    over_code = {firsts[(2 * point + 1) * len(firsts) // (2 * n_points)] for point in range(n_points)}
+    return sorted(over_time | over_code)
 
 
 @contextmanager

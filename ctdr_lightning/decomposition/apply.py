@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.basics.interrupts import interrupts_held
 from ctdr_lightning.decomposition.algorithms.solvers import SOLVERS
 from ctdr_lightning.decomposition.choose.batches import Batches, Step
 from ctdr_lightning.decomposition.choose.choices import Choices, checked
@@ -121,7 +122,8 @@ def decompose(
             _check_known(resource, layers)
         trial = _tried(model, layers, choices, request, evidence, solver)
         rows = [_row(layer, trial, costs) for layer in layers]
-        adopt(model, layers, trial)
+        with interrupts_held():  # Ctrl-C comes before the cut or after it
+            adopt(model, layers, trial)
         uncovered = uncovered_weights(model)
     report = Report(tuple(rows), n_before, _n_parameters(model), trial.divergence, uncovered)
     warn_of_losses(report, layers)

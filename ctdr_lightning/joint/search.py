@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
-from ctdr_lightning.basics.units import format_bytes
+from ctdr_lightning.basics.units import format_bytes, format_roomy
 from ctdr_lightning.decomposition.choose.choices import Choices
 from ctdr_lightning.decomposition.trial import Trial
 from ctdr_lightning.joint.budget_fit import Considered
@@ -278,7 +278,7 @@ class Search:
             row = self.keep(self._least.told(loss=self._proposer.exact(self._least.proposal).divergence)).row
         fast = [r for r in self.considered.values() if self._limits.peak_bytes and r.seconds]
         wanted = format_bytes(self._limits.peak_bytes) if self._limits.peak_bytes else "the loss and the time allowed"
-        hint = f"Raise memory_budget to {format_bytes(row.peak_bytes)}, or use a smaller batch."
+        hint = f"Raise memory_budget to {format_roomy(row.peak_bytes)}, or use a smaller batch."
         if fast:
             best = min(fast, key=lambda r: r.seconds)
             slowdown = max(best.measured_slowdown, best.seconds / self._pricer.dense.seconds)

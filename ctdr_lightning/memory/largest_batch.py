@@ -103,12 +103,20 @@ def max_batch(
         plain_size = largest(fits_plainly, 0, most)
         size = largest(fits, plain_size, largest(may_fit, plain_size, most))
         if size == 0:
-            raise InfeasibleBudgetError(
-                f"Not even one sample fits the budget of {as_given(budget, limit)}.",
-                "Raise memory_budget, or use a lower rank or a smaller input.",
-                least_peak_bytes=floor_bytes(traced(1)),
-            )
+            raise _not_even_one(traced(1), limit, policy, as_given(budget, limit))
         return LargestBatch(size, plan(traced(size), limit, policy), plain_size)
+
+
+def _not_even_one(
+    sample: Prepared, limit_bytes: int, policy: str | Policy | Choose, asked: str
+) -> InfeasibleBudgetError:
+    """The planner's own error for one sample, which names the budget that it takes."""
+    problem = f"Not even one sample fits the budget of {asked}"
+    try:
+        plan(sample, limit_bytes, policy)
+    except InfeasibleBudgetError as error:
+        return InfeasibleBudgetError(f"{problem}. {error.problem}", error.hint, least_peak_bytes=error.least_peak_bytes)
+    raise AssertionError("unreachable")
 
 
 def largest(holds: Callable[[int], bool], known: int, most: int) -> int:

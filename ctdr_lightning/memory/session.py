@@ -8,7 +8,7 @@ two phases (ASPLOS 2020) and DTR (ICLR 2021) in one engine.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from ctdr_lightning.basics.torch_private import tree_flatten
 from ctdr_lightning.memory.holders.base import Holder
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.recorder.recorder import Recorder
+from ctdr_lightning.memory.search.transfer import structure_of
 from ctdr_lightning.memory.tape.online import Evictor
 from ctdr_lightning.memory.tape.tape import Tape
 from ctdr_lightning.memory.traces.trace import Trace
@@ -30,7 +31,9 @@ from ctdr_lightning.memory.values.op_traits import COLLECTIVE
 # Chosen, not tuned: a net whose steps have differed so often will differ again, and each recording takes time.
 MAX_DIVERGENCES = 3
 # Under a budget, steps that a plan lets run untouched are watched this often before the tape stays away: a first step
-# is often lighter than the others (a warm-up, a loss thrown away), a second hardly ever.
+# is often lighter than the others (a warm-up, a loss thrown away), a second hardly ever. Kinds that differ in sizes
+# alone are watched together until any step differs: 60 lengths, each watched twice, took five times as long as plain
+# steps for three epochs.
 WATCHED_STEPS = 2
 # One kind of step for each sequence length: 64 lengths, or what is left of them after rounding, serve an epoch.
 MOST_KINDS = 64
@@ -48,7 +51,7 @@ class _Kind:
     plan: Plan | None = None
     planner: Planner | None = None
     divergences: int = 0
-    watched: int = 0
+    structure: Hashable = None
     fingerprint: Hashable = None
 
 
@@ -120,6 +123,7 @@ class Session:
         self._holders = holders
         self._root = ref(root) if root is not None else None  # a session outlives the run, the model need not
         self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
+        self._watched: Counter[Hashable] = Counter()
         self._fingerprint: tuple[Hashable, ...] = ()
         self._under_way = False
         self._current: _Kind | None = None
@@ -142,6 +146,15 @@ class Session:
     def plans(self) -> tuple[Plan, ...]:
         """The plans of all kinds of steps that are remembered."""
         return tuple(kind.plan for kind in self._kinds.values() if kind.plan is not None)
+
+    def plan_of(self, signature: Hashable) -> Plan | None:
+        """The plan of one kind of step; None before it was made.
+
+        Args:
+            signature: As for `begin`.
+        """
+        kind = self._kinds.get(signature)
+        return kind.plan if kind is not None else None
 
     def begin(self, signature: Hashable, *, meter: bool = False, beside_bytes: int = 0) -> None:
         """Before the forward: install the recorder or the tape.
@@ -186,7 +199,7 @@ class Session:
         So are the first ones, and all once any differed.
         """
         untouched = self.budget_bytes is not None and kind.plan is not None and kind.plan.keeps_all
-        return untouched and (kind.watched < WATCHED_STEPS or kind.divergences > 0)
+        return untouched and (self._watched[kind.structure] < WATCHED_STEPS or kind.divergences > 0)
 
     def backward_begins(self, loss: Tensor) -> None:
         """Before the backward of a loss; may be called several times in a step.
@@ -219,12 +232,13 @@ class Session:
         differs = found != kind.fingerprint
         if recorder is not None and (kind.plan is None or differs):
             kind.trace, kind.fingerprint = recorder.trace(), found
+            kind.structure = structure_of(kind.trace) if self.budget_bytes is not None else None
             self.events += [f"{what} {why}" for what, why in kind.trace.meta.items() if what != "torch"]
             if kind.plan is not None:
                 self._note_divergence(_ANOTHER_GRAPH)
             self._make_plan(kind)
         elif kind.plan is not None and kind.plan.keeps_all and self.budget_bytes is not None:
-            kind.watched += 1
+            self._watched[kind.structure] += 1
             if differs:
                 self._note_divergence(_ANOTHER_GRAPH)
 
@@ -291,6 +305,7 @@ class Session:
         if not where or kind is None:
             return
         kind.divergences += 1
+        self._watched.clear()
         self.events.append(f"A step differed from its plan: {where}.")
         if kind.divergences <= MAX_DIVERGENCES and self.guided:
             kind.plan = None

@@ -1,21 +1,18 @@
-"""Trainer configurations: each runs decomposed and recovered.
-
-Where only memory is planned, every bit is as in a plain run.
-"""
+"""Trainer configurations beyond the table of ways: processes, tuners, compiled modules, checkpoints, refusals."""
 
 import warnings
 
 import pytest
 import pytorch_lightning
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from ctdr_lightning import CTDRCallback, Recovery, decompose
 from ctdr_lightning.basics.errors import ConfigError
@@ -26,155 +23,6 @@ from ctdr_lightning.trainer.structure import factorized_names
 from tests import forks, parts
 
 RECOVERY = Recovery(phases=[Phase(1, "factors", lr_scale=0.5), Phase(1)], batchnorm_batches=2)
-
-
-class DictBatches(parts.Blobs):
-    def training_step(self, batch, batch_idx):
-        return super().training_step((batch["inputs"]["image"], batch["labels"][0]), batch_idx)
-
-    def validation_step(self, batch, batch_idx):
-        super().validation_step((batch["inputs"]["image"], batch["labels"][0]), batch_idx)
-
-
-class TwoVals(parts.Blobs):
-    def validation_step(self, batch, batch_idx, dataloader_idx=0):
-        super().validation_step(batch, batch_idx)
-
-
-class NoIndex(parts.Blobs):
-    def training_step(self, batch):
-        return {"loss": super().training_step(batch, 0), "more": torch.zeros(1)}
-
-
-class Configured(parts.Blobs):
-    def __init__(self):
-        super().__init__()
-        del self.net
-        self.net = None
-
-    def configure_model(self):
-        if self.net is None:
-            torch.manual_seed(3)
-            self.net = parts.Blobs().net
-
-
-class Gan(LightningModule):
-    """Two optimizers, stepped by hand; a BatchNorm generator."""
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-        self.generator = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64))
-        self.critic = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 1))
-        self.losses = []
-
-    def training_step(self, batch, batch_idx):
-        first, second = self.optimizers()
-        real = batch[0].flatten(1)
-        fake = self.generator(torch.randn(len(real), 16))
-        self.toggle_optimizer(second)
-        loss = self.critic(fake.detach()).mean() - self.critic(real).mean()
-        second.zero_grad()
-        self.manual_backward(loss)
-        second.step()
-        self.untoggle_optimizer(second)
-        self.toggle_optimizer(first)
-        other = -self.critic(fake).mean()
-        first.zero_grad()
-        self.manual_backward(other)
-        first.step()
-        self.untoggle_optimizer(first)
-        self.log("critic", loss)
-        self.losses += [loss.detach().clone(), other.detach().clone()]
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.generator.parameters(), 1e-3), torch.optim.SGD(self.critic.parameters(), 1e-2)
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(parts.images())
-
-
-def dicts(dataset):
-    images, labels = torch.utils.data.default_collate(dataset)
-    return {"inputs": {"image": images}, "labels": [labels, "a word"]}
-
-
-def as_dicts():
-    return tuple(DataLoader(parts.images(seed=s), 8, collate_fn=dicts) for s in (0, 1))
-
-
-def streamed():
-    return DataLoader(Stream(), 8), DataLoader(Stream(), 8)
-
-
-def two_val_loaders():
-    train, val = parts.loaders()
-    return train, [val, DataLoader(parts.images(8, seed=2), 4)]
-
-
-CASES = {
-    "single device": (parts.Blobs, {}, parts.loaders),
-    "bf16-mixed": (parts.Blobs, {"precision": "bf16-mixed"}, parts.loaders),
-    "bf16-true": (parts.Blobs, {"precision": "bf16-true"}, parts.loaders),
-    "accumulation": (parts.Blobs, {"accumulate_grad_batches": 3}, parts.loaders),
-    "clipping by norm": (parts.Blobs, {"gradient_clip_val": 0.1}, parts.loaders),
-    "clipping by value": (parts.Blobs, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, parts.loaders),
-    "manual optimization, two optimizers": (Gan, {}, lambda: (parts.loaders()[0], None)),
-    "configure_model": (Configured, {}, parts.loaders),
-    "fast_dev_run": (parts.Blobs, {"fast_dev_run": 2}, parts.loaders),
-    "overfit_batches": (parts.Blobs, {"overfit_batches": 2}, parts.loaders),
-    "limits": (parts.Blobs, {"limit_train_batches": 2, "limit_val_batches": 1}, parts.loaders),
-    "max_steps": (parts.Blobs, {"max_steps": 5, "max_epochs": -1}, parts.loaders),
-    "barebones": (parts.Blobs, {"barebones": True}, parts.loaders),
-    "iterable data": (parts.Blobs, {}, streamed),
-    "nested dict batches": (DictBatches, {}, as_dicts),
-    "no batch_idx, dict output": (NoIndex, {}, parts.loaders),
-    "several val dataloaders": (TwoVals, {}, two_val_loaders),
-    "val every 2 epochs": (parts.Blobs, {"check_val_every_n_epoch": 2}, parts.loaders),
-    "val within the epoch": (parts.Blobs, {"val_check_interval": 2}, parts.loaders),
-    "no validation": (parts.Blobs, {"limit_val_batches": 0}, parts.loaders),
-    "anomaly detection": (parts.Blobs, {"detect_anomaly": True}, parts.loaders),
-    "worker processes": (parts.Blobs, {}, lambda: parts.loaders(num_workers=1)),
-    "deterministic": (parts.Blobs, {"deterministic": True}, parts.loaders),
-}  # fmt: skip
-
-
-def trained(case, *callbacks):
-    kind, options, data = CASES[case]
-    torch.manual_seed(0)
-    parts.seed_everything(0, verbose=False)
-    module = kind()
-    if options.get("barebones"):
-        options = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar")) | options
-        options |= {"enable_model_summary": None, "log_every_n_steps": None}
-    trainer = parts.fit(module, *callbacks, data=data(), **options)
-    return module, trainer
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_only_memory_is_planned_and_every_bit_is_the_same(case):
-    plain, _ = trained(case)
-    callback = CTDRCallback(rank=None, policy="sqrt", verbose=False)
-    planned, _ = trained(case, callback)
-    session = callback.run.memory.session
-    assert session.plan.policy == "sqrt"
-    first_steps = 0 if plain.automatic_optimization else 1  # there the optimizers make their state within the step
-    assert sum("differed" in event for event in session.events) <= first_steps
-    assert plain.losses
-    assert parts.same(plain.losses, planned.losses)
-    assert parts.same(plain.state_dict(), planned.state_dict())
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_decomposed_recovered_and_planned(case):
-    callback = CTDRCallback(rank=0.5, policy="sqrt", recovery=RECOVERY, verbose=False)
-    module, trainer = trained(case, callback)
-    assert factorized_names(module)
-    assert all(torch.isfinite(loss).all() for loss in module.losses)
-    assert trainer.state.status == "finished"
-    assert "training_step" not in vars(module)
 
 
 def test_ranks_agree_when_their_weights_do_not(tmp_path):

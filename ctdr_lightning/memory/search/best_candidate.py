@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
-from ctdr_lightning.basics.units import format_bytes
+from ctdr_lightning.basics.units import format_bytes, format_roomy
 from ctdr_lightning.memory.plans.actions import Actions
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.simulator.prepared import Prepared
@@ -57,10 +57,10 @@ def _infeasible(least_peak_bytes: int, budget: Budget, policy: str, note: str) -
             "Allow more seconds.",
             least_peak_bytes=least_peak_bytes,
         )
-    least = format_bytes(least_peak_bytes)
     return InfeasibleBudgetError(
         f"No plan of policy {policy!r} fits the budget of {format_bytes(budget.peak_bytes)}; its least peak is "
-        f"{least}." + f" {note}" * bool(note),
-        f"Raise memory_budget to {least}, choose policy 'auto', or use a smaller batch, a lower rank, or offload.",
+        f"{format_bytes(least_peak_bytes)}." + f" {note}" * bool(note),
+        f"Raise memory_budget to {format_roomy(least_peak_bytes)}, choose policy 'auto', or use a smaller batch, a "
+        "lower rank, or offload.",
         least_peak_bytes=least_peak_bytes,
     )

@@ -15,6 +15,7 @@ from ctdr_lightning.basics.torch_private import tree_map_only
 from ctdr_lightning.decomposition import Report, decompose
 from ctdr_lightning.recovery.duplicate import duplicate
 from ctdr_lightning.trainer.accuracy import rehearsal
+from ctdr_lightning.trainer.accuracy.loader_classes import loader_classes_kept
 from ctdr_lightning.trainer.randomness import isolated
 from ctdr_lightning.trainer.structure import match_structure
 
@@ -36,7 +37,8 @@ class TrainingData:
         self._trainer = trainer
         self._problem = ""
         try:
-            trainer.fit_loop.setup_data()
+            with loader_classes_kept():
+                trainer.fit_loop.setup_data()
         except Exception as error:
             self._problem = f"the training data cannot be loaded yet ({type(error).__name__}: {error})"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -187,13 +188,14 @@ class MemoryStage:
             f"A step ran out of memory ({message}); it is tried again under {format_bytes(self._budget_bytes)}."
         )
 
-    def make_ready(self, inputs: Any) -> tuple[int, bool]:
+    def make_ready(self, inputs: Any, kind_of: Callable[[bool], Hashable]) -> tuple[int, bool]:
         """Before a step: free the last step's gradients where the plan needs their bytes.
 
         Lightning frees them after the forward, before the backward.
 
         Args:
             inputs: The arguments of the step.
+            kind_of: The step's signature, from whether its backward adds to gradients that stand.
 
         Returns:
             Bytes of the batch and of the gradients that stay, and whether the backward will add to these.
@@ -204,7 +206,7 @@ class MemoryStage:
         trainer: Any = module.trainer
         gradients = local_bytes(p.grad for p in module.parameters() if p.grad is not None)
         fresh = module.automatic_optimization and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
-        if gradients and fresh and not self._kept_bytes and self._needs(gradients):
+        if gradients and fresh and not self._kept_bytes and self._needs(gradients, kind_of(False)):
             self._say(
                 f"The gradients of the last step ({format_bytes(gradients)}) are freed before the forward, as the plan "
                 "needs their bytes; keep_gradients=True keeps them"
@@ -226,9 +228,9 @@ class MemoryStage:
         self._copied_bytes = n_bytes + n_bytes // 8
         self.session.replan(self._plan)
 
-    def _needs(self, gradient_bytes: int) -> bool:
-        """Whether a forward with the last step's gradients beside it would take more than the plan allows."""
-        found = self.last_plan
+    def _needs(self, gradient_bytes: int, kind: Hashable) -> bool:
+        """Whether this step's forward with the last step's gradients beside it would take more than its plan allows."""
+        found = self.session.plan_of(kind) if self.session is not None else None
         if found is None:
             return self._budget_bytes is not None
         limit = self._budget_bytes if self._budget_bytes is not None else found.peak_bytes

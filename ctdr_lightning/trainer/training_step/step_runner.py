@@ -28,8 +28,9 @@ class StepRunner:
         session: Guards the memory of each step; None leaves it alone.
         wrap_step: Runs the step and may change its output, as distillation does; None calls it directly.
         signature_extra: What makes steps differ besides their batch, such as the phase.
-        prepares: Called before each step with its arguments, where there is a session; returns the bytes
-            that are in memory beside the session's own, and whether the backward will add to gradients that stand.
+        prepares: Called before each step with its arguments and what tells its kind, where there is a session; returns
+            the bytes that are in memory beside the session's own, and whether the backward will add to gradients that
+            stand.
         copies: Told before each step the bytes of the copies that stand beside it to put a failed try back.
         metering: Whether the next batch's true peak is measured.
         counting: Whether the next step's operations are counted.
@@ -43,7 +44,7 @@ class StepRunner:
         self.session: Session | None = None
         self.wrap_step: Callable[[nn.Module, Callable[[], Any]], Any] | None = None
         self.signature_extra: Hashable = None
-        self.prepares: Callable[[Any], tuple[int, bool]] | None = None
+        self.prepares: Callable[[Any, Callable[[bool], Hashable]], tuple[int, bool]] | None = None
         self.copies: Callable[[int], None] | None = None
         self.metering = False
         self.counting = False
@@ -56,6 +57,7 @@ class StepRunner:
         self._patches = Patches()
         self._retry: Retry | None = None
         self._beside = (0, False)
+        self._kind: Hashable = None
 
     def attach(self, module: LightningModule) -> None:
         """Wrap the module's step; twice is once. A compiled step is left alone: its ops are not seen."""
@@ -99,7 +101,9 @@ class StepRunner:
     def _run(self, module: LightningModule, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         inputs = (args, kwargs)
         if self.prepares is not None and self.session is not None:  # before the retry takes hold of gradients
-            self._beside = self.prepares(inputs)
+            alike = signature_of(inputs, module)
+            self._beside = self.prepares(inputs, lambda adds: (self.signature_extra, adds, alike))
+            self._kind = (self.signature_extra, self._beside[1], alike)
         run = functools.partial(self._forward, module, functools.partial(inner, *args, **kwargs), inputs)
         return run() if self._retry is None else self._retry.forward(module, run, inputs)
 
@@ -129,7 +133,7 @@ class StepRunner:
             self._retry.backward(module, run, loss)
 
     def _begin(self, module: LightningModule, inputs: Any) -> None:
-        beside_bytes, adds = self._beside
+        beside_bytes = self._beside[0]
         if self._retry is not None:
             beside_bytes += self._retry.copied_bytes
             if self.copies is not None:
@@ -143,8 +147,7 @@ class StepRunner:
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()
         if self.session is not None:
-            signature = (self.signature_extra, adds, signature_of(inputs, module))
-            self.session.begin(signature, beside_bytes=beside_bytes)
+            self.session.begin(self._kind, beside_bytes=beside_bytes)
         if self.metering:
             tell_trackers(gradients)
 

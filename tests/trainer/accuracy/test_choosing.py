@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
+from torch.utils.data import BatchSampler, DataLoader
 
 from ctdr_lightning import CTDRCallback
 from ctdr_lightning.basics.errors import ConfigError
@@ -79,6 +80,15 @@ def test_where_the_data_cannot_be_had_the_weights_decide_and_it_is_said(kind, wh
     assert any(why in str(warning.message) for warning in caught)
     assert callback.run.surgeon.report.factorized
     assert trainer.state.status == "finished"
+
+
+def test_a_loader_that_fails_in_setup_leaves_the_classes_of_loaders_as_they_are():
+    kinds = (DataLoader, BatchSampler)
+    before = [dict(vars(kind)) for kind in kinds]
+    with pytest.warns(UserWarning, match="cannot be loaded yet"):
+        parts.quiet_trainer(CTDRCallback(rank=0.4, policy="keep", verbose=False), max_epochs=1).fit(NeedsSetup())
+    assert [dict(vars(kind)) for kind in kinds] == before
+    assert len(parts.quiet_trainer().predict(parts.blobs(), parts.loaders()[1])) == 2
 
 
 def test_data_that_are_insisted_on_and_missing_are_an_error():

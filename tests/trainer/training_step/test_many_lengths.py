@@ -1,0 +1,112 @@
+"""Batches of 60 lengths in one run under a budget: every batch keeps it, the plans are bounded, no bit differs."""
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ctdr_lightning import CTDRCallback
+from ctdr_lightning.memory.many_shapes import MOST_REMEMBERED
+from ctdr_lightning.memory.session import MOST_KINDS, MOST_OPS, WATCHED_STEPS
+from ctdr_lightning.memory.values.live_bytes import PeakMeter
+from tests import parts
+
+WIDTH, VOCABULARY, BATCH = 32, 32, 4
+
+
+class Words(LightningModule):
+    """A small causal transformer on tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
+        self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        mask = nn.Transformer.generate_square_subsequent_mask(batch.shape[1] - 1)
+        logits = self.head(self.blocks(self.embedding(batch[:, :-1]), mask=mask, is_causal=True))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), 1e-3)
+
+
+class Peaks(Callback):
+    """Counts each batch's true peak by itself: what stands before it, and what is made until the optimizer is done."""
+
+    def __init__(self):
+        self.bytes = {}
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        state = [v for entry in trainer.optimizers[0].state.values() for v in entry.values()]
+        self.standing = sum(t.nbytes for t in (*pl_module.parameters(), *pl_module.buffers(), *state, batch))
+        self.meter = PeakMeter()
+        self.meter.__enter__()
+        self.meter.live.track([p.grad for p in pl_module.parameters() if p.grad is not None])
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.meter.__exit__(None, None, None)
+        length, found = batch.shape[1], self.standing + self.meter.live.peak
+        self.bytes[length] = max(self.bytes.get(length, 0), found)
+
+
+def train(lengths, *callbacks):
+    parts.seed_everything(0, verbose=False)
+    module, peaks = Words(), Peaks()
+    batches = [torch.randint(VOCABULARY, (BATCH, length)) for length in lengths]
+    data = DataLoader(batches, batch_size=None, shuffle=False), None
+    parts.fit(module, *callbacks, peaks, data=data, max_epochs=2, log_every_n_steps=50)
+    return module, peaks.bytes
+
+
+def shuffled(lengths):
+    order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(3))
+    return [lengths[index] for index in order]
+
+
+@pytest.mark.parametrize("share", [0.9, 0.75])
+def test_every_length_keeps_the_budget_and_few_are_searched(share):
+    lengths = shuffled(list(range(21, 141, 2)))
+    plain, needs = train(lengths)
+    budget_bytes = int(share * max(needs.values()))
+    callback = CTDRCallback(rank=None, memory_budget=budget_bytes, verbose=False)
+    planned, peaks = train(lengths, callback)
+    session, counts = callback.run.memory.session, callback.run.memory._shapes.counts
+    assert len(peaks) == len(set(lengths)) == 60
+    assert {length: n for length, n in peaks.items() if n > budget_bytes} == {}
+    assert parts.same(plain.losses, planned.losses)
+    assert parts.same(plain.state_dict(), planned.state_dict())
+    assert counts["searched"] <= 3
+    assert counts["transferred"] + counts["polished"] >= 5
+    assert not [event for event in session.events if "differed" in event]
+    assert len(session.plans) == 60 <= MOST_KINDS
+    assert sum(len(plan.trace.ops) for plan in session.plans) <= MOST_OPS
+    assert callback.run.memory._shapes.n_remembered <= MOST_REMEMBERED
+
+
+def test_untouched_lengths_are_watched_together():
+    lengths = shuffled(list(range(21, 61, 2)))
+    callback = CTDRCallback(rank=None, memory_budget="1GiB", verbose=False)
+    recorded = []
+
+    class Notes(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            recorded.append(not callback.run.memory.session.guided)
+
+    train(lengths, callback, Notes())
+    assert sum(recorded[: len(lengths)]) == len(lengths)
+    assert sum(recorded[len(lengths) :]) == WATCHED_STEPS
+
+
+def test_more_lengths_than_are_kept_leave_bounded_plans():
+    lengths = list(range(8, 8 + MOST_KINDS + 6))
+    callback = CTDRCallback(rank=None, memory_budget="1GiB", verbose=False)
+    plain, planned = train(lengths)[0], train(lengths, callback)[0]
+    assert len(callback.run.memory.session.plans) <= MOST_KINDS
+    assert parts.same(plain.losses, planned.losses)
