@@ -124,6 +124,7 @@ class Session:
         self._root = ref(root) if root is not None else None  # a session outlives the run, the model need not
         self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
         self._watched: Counter[Hashable] = Counter()
+        self._reserve_bytes = 0
         self._fingerprint: tuple[Hashable, ...] = ()
         self._under_way = False
         self._current: _Kind | None = None
@@ -224,6 +225,8 @@ class Session:
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             recorder.__exit__(None, None, None)
+            if recorder.evictor is not None:
+                self._reserve_bytes = max(self._reserve_bytes, recorder.evictor.reserve_bytes)
         self._stop_meter()
         under_way, self._under_way = self._under_way, False
         kind, found = self._current, self._fingerprint
@@ -298,7 +301,10 @@ class Session:
     def _evictor(self) -> Evictor | None:
         if self.budget_bytes is None:
             return None
-        return Evictor(max(self.budget_bytes - self.static_bytes - self._beside_bytes, 0))
+        room = max(self.budget_bytes - self.static_bytes - self._beside_bytes, 0)
+        # An op's size is known when it has run. A step of a new kind has ops like those of others, but where one kind
+        # had an op that fills half of the room, to keep as much free would evict all of a smaller one.
+        return Evictor(room, reserve_bytes=min(self._reserve_bytes, room // 2))
 
     def _note_divergence(self, where: str) -> None:
         kind = self._current

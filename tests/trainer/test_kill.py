@@ -191,7 +191,17 @@ STAGED_POINTS = {
 }
 
 
-@pytest.mark.parametrize("point", STAGED_POINTS)
+# one of each kind of moment; the slow tests have all, as each takes three seconds
+OFTEN = (
+    "in setup", "before the first cut", "middle of the second phase", "between cut and new optimizer",
+    "while BatchNorm is re-estimated", "middle of a stage", "while last.ckpt is written",
+    "before a file is moved to its place",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "point", [pytest.param(p, marks=[] if p in OFTEN else pytest.mark.slow) for p in STAGED_POINTS]
+)
 def test_killed_in_a_staged_run(tmp_path, tmp_path_factory, point):
     whole = uninterrupted(tmp_path_factory, "staged", STAGED)
     assert whole[0]["progress"]["stage"] == 3
@@ -208,9 +218,9 @@ def test_killed_when_nothing_is_left_to_train(tmp_path, tmp_path_factory):
 @pytest.mark.parametrize(
     ("arrange", "killers"),
     [
-        (lambda: before(coach.Coach, "_put_back_weights", 1), ()),
+        pytest.param(lambda: before(coach.Coach, "_put_back_weights", 1), (), marks=pytest.mark.slow),
         (lambda: after(coach.Coach, "_put_back_weights", 1), ()),
-        (None, [(Killer("batch end", 3, 1), False)]),
+        pytest.param(None, [(Killer("batch end", 3, 1), False)], marks=pytest.mark.slow),
     ],
     ids=["before the rollback", "in the rollback", "after the rollback"],
 )

@@ -55,7 +55,20 @@ def test_a_plan_changes_no_bit_and_leaves_nothing(name, tmp_path):
     assert [thing() for thing in held if thing() is not None] == []
 
 
-@pytest.mark.parametrize("name", [name for name, way in WAYS.items() if way.cuts])
+# what changes how layers, optimizers or the schedule are handled; the slow tests have all
+CUT_OFTEN = (
+    "single device", "bf16-mixed", "bf16-true", "accumulation", "manual optimization, two optimizers",
+    "a closure called several times (LBFGS)", "a schedule of steps (OneCycleLR)", "parameter groups", "configure_model",
+    "fast_dev_run", "max_steps", "barebones", "iterable data", "nested dict batches", "several train dataloaders",
+    "data of the module's own setup", "a layer used twice", "frozen layers", "val within the epoch", "no validation",
+    "EMAWeightAveraging", "StochasticWeightAveraging",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in CUT_OFTEN else pytest.mark.slow) for name, way in WAYS.items() if way.cuts],
+)
 def test_layers_are_cut_and_recovered_and_the_checkpoint_is_whole(name, tmp_path):
     module, trainer = train(name, tmp_path, cut())
     assert trainer.state.status == "finished"

@@ -136,13 +136,15 @@ class Evictor:
         budget_bytes: Live bytes, of what the step itself allocates, not to be exceeded.
         cost: Name of the cost in DTR's heuristic.
         seed: Seed of the candidate sampling.
+        reserve_bytes: Kept free for the next op, as far as is known before the first.
 
     Attributes:
         evictions: How many values were evicted.
+        reserve_bytes: Kept free for the next op: as much as any op has made so far.
         replayed: How many values were made again and held.
     """
 
-    def __init__(self, budget_bytes: int, cost: str = "eq", seed: int = 0) -> None:
+    def __init__(self, budget_bytes: int, cost: str = "eq", seed: int = 0, reserve_bytes: int = 0) -> None:
         self.budget_bytes = budget_bytes
         self.live = LiveBytes()
         self.evictions = 0
@@ -151,7 +153,7 @@ class Evictor:
         self._random = random.Random(seed)
         self._held: dict[int, Evictable] = {}
         self._now = 0
-        self._largest = 0
+        self.reserve_bytes = reserve_bytes
         self._cuda_base = 0
 
     @property
@@ -197,7 +199,7 @@ class Evictor:
         outs = out if type(out) in (tuple, list) else (out,)
         before = self.live.now
         self.live.track(outs)
-        self._largest = max(self._largest, self.live.now - before)
+        self.reserve_bytes = max(self.reserve_bytes, self.live.now - before)
 
     def keep(self, value: Value, tensor: Tensor) -> None:
         """Hold a value that was saved or made again, but so that it can be evicted (again)."""
@@ -230,7 +232,7 @@ class Evictor:
 
     def make_room(self) -> None:
         """Evict until the live bytes are under the budget or nothing is left to evict."""
-        while self.live_bytes() + self._largest > self.budget_bytes:
+        while self.live_bytes() + self.reserve_bytes > self.budget_bytes:
             victim = self._choose()
             if victim is None:
                 return
