@@ -105,10 +105,18 @@ def test_the_callback_with_the_optimizers_state_counted(optimizer, batch_size):
         parts.fit(Wide(optimizer), callback, data=parts.loaders(batch_size), max_epochs=1)
         return callback
 
-    with pytest.raises(InfeasibleBudgetError) as caught:
-        run("1KiB")
-    callback = run(named(caught.value))
-    assert callback.run.memory.session.plan.peak_bytes <= parse_bytes(named(caught.value))
+    asked = "1KiB"
+    for _ in range(3 if optimizer == "LBFGS" else 1):  # what LBFGS takes is not known before it has stepped
+        with pytest.raises(InfeasibleBudgetError) as caught:
+            run(asked)
+        asked, before = named(caught.value), asked
+        assert parse_bytes(asked) > parse_bytes(before)
+        try:
+            callback = run(asked)
+            break
+        except InfeasibleBudgetError:
+            assert optimizer == "LBFGS"
+    assert callback.run.memory.session.plan.peak_bytes <= parse_bytes(asked)
 
 
 @pytest.mark.parametrize("rank", [0.3, None])

@@ -130,7 +130,7 @@ class MemoryStage:
         end_bytes -= self._copied_bytes  # they are gone when the backward is over
         self.rest_peak_bytes = end_bytes + self._optimizer.temporary
         if self._budget_bytes is not None and self.rest_peak_bytes > self._budget_bytes:
-            self._refuse(self._too_large(end_bytes))
+            self._refuse(self._too_large(end_bytes, standing))
         try:
             made = self._best(standing)
         except InfeasibleBudgetError as error:
@@ -148,18 +148,32 @@ class MemoryStage:
         # to go below what the optimizer's step takes anyway would cost time for nothing
         return plan(trace, self.rest_peak_bytes) if made.peak_bytes < self.rest_peak_bytes else made
 
-    def _too_large(self, end_bytes: int) -> InfeasibleBudgetError:
+    def _too_large(self, end_bytes: int, trace: Trace) -> InfeasibleBudgetError:
         assert self._budget_bytes is not None
         assert self._module is not None
         trainer: Any = self._module.trainer
-        return optimizer_does_not_fit(trainer.optimizers, self._optimizer, end_bytes, self._budget_bytes)
+        # the budget that the error names has to do for forward and backward too; a warning names none
+        step_bytes = self._least_bytes(trace) if self._ends_the_run else 0
+        return optimizer_does_not_fit(trainer.optimizers, self._optimizer, end_bytes, step_bytes, self._budget_bytes)
+
+    def _least_bytes(self, trace: Trace) -> int:
+        """The least peak of forward and backward; where they fit beside the optimizer's step, that one's."""
+        try:
+            return plan(trace, self.rest_peak_bytes, self._options.policy).peak_bytes
+        except InfeasibleBudgetError as error:
+            return error.least_peak_bytes
+
+    @property
+    def _ends_the_run(self) -> bool:
+        """Whether what does not fit is an error, rather than run as small as it can be."""
+        asked = self._options.over_budget
+        return not self._tightened and (asked == "raise" or (asked == "auto" and self._n_planned == 0))
 
     def _refuse(self, error: InfeasibleBudgetError) -> None:
         """Raise the error, or warn once that what does not fit is run as small as it can be."""
-        asked = self._options.over_budget
         if self._tightened:
             return  # the user's own budget was larger
-        if asked == "raise" or (asked == "auto" and self._n_planned == 0):
+        if self._ends_the_run:
             raise error
         if self._budget_bytes is not None and "over" not in self._said:
             self._said.add("over")

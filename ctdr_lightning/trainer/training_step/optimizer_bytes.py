@@ -92,7 +92,11 @@ def elsewhere(optimizers: list[torch.optim.Optimizer]) -> tuple[str, OptimizerBy
 
 
 def optimizer_does_not_fit(
-    optimizers: list[torch.optim.Optimizer], present: OptimizerBytes, end_bytes: int, budget_bytes: int
+    optimizers: list[torch.optim.Optimizer],
+    present: OptimizerBytes,
+    end_bytes: int,
+    step_bytes: int,
+    budget_bytes: int,
 ) -> InfeasibleBudgetError:
     """The error for a budget that the optimizer's step breaks, whatever the plan of forward and backward.
 
@@ -100,20 +104,22 @@ def optimizer_does_not_fit(
         optimizers: In whose settings a remedy is sought.
         present: What they take as they are set.
         end_bytes: What is in memory when the backward is over, their state included.
+        step_bytes: The least that forward and backward take, their state included; 0 where it is not known.
         budget_bytes: The budget.
     """
-    least = end_bytes + present.temporary
+    takes = end_bytes + present.temporary
+    least = max(takes, step_bytes)
     away = elsewhere(optimizers)
     fitting = (
         f"use {words}, with which it takes {format_bytes(end_bytes - present.state + found.total)}; or "
         for words, found in (*leaner(optimizers), *([away] if away is not None else []))
-        if end_bytes - present.state + found.total <= budget_bytes
+        if max(end_bytes + found.temporary, step_bytes) - present.state + found.state <= budget_bytes
     )
     remedy = f"{next(fitting, '')}raise memory_budget to {format_roomy(least)}, or use a lower rank."
     return InfeasibleBudgetError(
         f"The optimizer's step does not fit the budget of {format_bytes(budget_bytes)}: weights, gradients, its state "
         f"and the batch take {format_bytes(end_bytes)}, its temporaries {format_bytes(present.temporary)}, together "
-        f"{format_bytes(least)}.",
+        f"{format_bytes(takes)}.",
         remedy[0].upper() + remedy[1:],
         least_peak_bytes=least,
     )
