@@ -30,22 +30,24 @@ def infeasible(best: Plan, budget_bytes: int, policy: str, least_bytes: int, ask
         f"{culprit(timeline)}.",
         f"Policy {best.policy!r} fits it, with a step of {format_seconds(best.seconds)}."
         if fits
-        else nearest_remedy(timeline, best.peak_bytes, budget_bytes),
+        else nearest_remedy(timeline, best.peak_bytes, budget_bytes, least_bytes),
         least_peak_bytes=least_bytes,
     )
 
 
-def nearest_remedy(timeline: Timeline, least_bytes: int, budget_bytes: int) -> str:
+def nearest_remedy(timeline: Timeline, least_bytes: int, budget_bytes: int, asked_least_bytes: int = 0) -> str:
     """What to change, the smallest change first.
 
     Args:
         timeline: Of the plan with the least peak.
         least_bytes: That peak, with what is in memory besides the step.
         budget_bytes: The budget.
+        asked_least_bytes: The least peak of the policy that was asked, which may be more: the budget that is named has
+            to do for that policy.
     """
     at_end = int(timeline.bytes_at[-1]) if len(timeline.bytes_at) else 0
     fixed = at_end + least_bytes - timeline.peak_bytes
-    higher = f"raise memory_budget to {format_roomy(least_bytes)}"
+    higher = f"raise memory_budget to {format_roomy(max(least_bytes, asked_least_bytes))}"
     if budget_bytes <= fixed:
         return (
             f"Weights, gradients and optimizer state alone take {format_bytes(fixed)}: use a lower rank, or {higher}."
