@@ -9,7 +9,7 @@ from ctdr_lightning.evaluate.pages.charts import Axis, Curve, Dot, line_chart, s
 from ctdr_lightning.evaluate.pages.markup import Amount, Markup, anchor, element, table
 from ctdr_lightning.evaluate.pages.memory_section import MEMORY, TIME, curve_of
 from ctdr_lightning.evaluate.pages.page import page, section
-from ctdr_lightning.evaluate.pages.run_page import RunParts
+from ctdr_lightning.evaluate.pages.run_page import RunParts, predicted_peak_bytes
 
 _MOST_CURVES = 8  # as many as there are colours
 
@@ -55,12 +55,12 @@ def _row(parts: RunParts, settings: Sequence[str], scores: Sequence[str]) -> lis
     given = [record.settings.get(name, "") for name in settings]
     found = [record.last(name) for name in scores]
     measured, taken = record.last("ctdr/peak_memory_gib"), record.typical("ctdr/step_time_s")
-    speed = record.typical("ctdr/samples_per_s")
+    speed, predicted = record.typical("ctdr/samples_per_s"), predicted_peak_bytes(parts)
     return [
         record.name, *given,
         Amount(record.parameters_after, f"{record.parameters_after:,}") if record.parameters_after else "",
         *(Amount(value, f"{value:.4f}") if value is not None else "" for value in found),
-        Amount(parts.plan.peak_bytes, format_bytes(parts.plan.peak_bytes)) if parts.plan is not None else "",
+        Amount(predicted, format_bytes(predicted)) if predicted else "",
         Amount(measured, format_bytes(measured * GIB)) if measured else "",
         Amount(taken, format_seconds(taken)) if taken else "",
         Amount(speed, f"{speed:,.0f}") if speed else "",
@@ -70,7 +70,7 @@ def _row(parts: RunParts, settings: Sequence[str], scores: Sequence[str]) -> lis
 def peak_of(parts: RunParts) -> float:
     """The measured peak in bytes; the predicted one where none was measured, 0 where neither is known."""
     measured = parts.record.last("ctdr/peak_memory_gib")
-    return measured * GIB if measured else float(parts.plan.peak_bytes) if parts.plan is not None else 0.0
+    return measured * GIB if measured else predicted_peak_bytes(parts)
 
 
 def accuracy_of(runs: Sequence[RunParts]) -> str | None:

@@ -101,6 +101,14 @@ def test_events_layers_and_settings_are_told(parts, text, read):
     assert "1.00" in cells  # measured over predicted peak
 
 
+def test_an_optimizers_step_that_takes_more_than_the_plan_is_what_was_predicted(parts):
+    gib = 2 * parts.plan.peak_bytes / 2**30
+    history = ({"epoch": 0.0, "step": 1.0, "ctdr/predicted_peak_gib": gib, "ctdr/peak_memory_gib": gib},)
+    cells = Reader(run_page(RunParts(replace(parts.record, history=history), parts.plan))).text("td")
+    at = cells.index("peak of a step")
+    assert cells[at + 1 : at + 4] == [format_bytes(gib * 2**30)] * 2 + ["1.00"]
+
+
 def test_a_run_without_a_plan_or_layers_has_a_page(parts):
     read = Reader(run_page(RunParts(RunRecord("bare"))))
     assert read.text("h1") == ["bare"]
