@@ -77,7 +77,7 @@ def timelines_of(parts: RunParts) -> dict[str, Timeline]:
 
 
 def predicted_peak_bytes(parts: RunParts) -> float:
-    """The plan's peak, or what the run predicted of a whole batch: an optimizer's step may take more than the plan's."""
+    """The plan's peak, or what the run predicted of a whole batch: an optimizer's step may take more."""
     logged = parts.record.last("ctdr/predicted_peak_gib")
     return max((logged or 0.0) * GIB, parts.plan.peak_bytes if parts.plan is not None else 0.0)
 
