@@ -43,7 +43,7 @@ POLICIES = ["auto", "sqrt", "optimal", "optimal_fast", "rotor", "dtr", "capuchin
 
 
 EACH = [(kind, policy, share) for kind in STEPS for policy in POLICIES for share in (0.01, 0.5, 0.98)]
-FEW = [("convolutions", policy, 0.5) for policy in POLICIES] + [(kind, "auto", 0.98) for kind in STEPS]
+FEW = [("convolutions", "auto", 0.5), ("convolutions", "sqrt", 0.5), ("one layer", "auto", 0.98)]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ class Wide(parts.Blobs):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("batch_size", [1, 16])
+@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 16])
 def test_the_callback_with_the_optimizers_state_counted(optimizer, batch_size):
     def run(budget):
         parts.seed_everything(0, verbose=False)
@@ -119,7 +119,7 @@ def test_the_callback_with_the_optimizers_state_counted(optimizer, batch_size):
     assert callback.run.memory.session.plan.peak_bytes <= parse_bytes(asked)
 
 
-@pytest.mark.parametrize("rank", [0.3, None])
+@pytest.mark.parametrize("rank", [pytest.param(0.3, marks=pytest.mark.slow), None])
 def test_the_callback_in_the_middle_of_an_epoch(rank):
     """The optimizer's state is made by its first step, and batches grow: neither finds the named budget too small."""
     sizes = [4, 8, 16, 32, 8]
@@ -146,7 +146,7 @@ def test_the_callback_in_the_middle_of_an_epoch(rank):
     assert asked == sorted(set(asked))
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "sgd", "momentum"])
+@pytest.mark.parametrize("optimizer", ["adam", pytest.param("sgd", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("policy", ["auto", "sqrt"])
 def test_the_command(capsys, optimizer, policy):
     common = ["plan", "tests.test_cli:net", "--input", "4,3,24,24", "--optimizer", optimizer, "--policy", policy]
@@ -155,6 +155,7 @@ def test_the_command(capsys, optimizer, policy):
     assert main([*common, "--budget", asked]) == 0, capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_for_the_largest_batch(capsys):
     common = ["max-batch", "tests.test_cli:net", "--input", "3,24,24"]
     assert main([*common, "--budget", "1KiB"]) == 2
@@ -172,7 +173,7 @@ def test_the_largest_batch():
     assert search(named(caught.value)).size >= 1
 
 
-@pytest.mark.parametrize("budget", [1000, "150KiB"])
+@pytest.mark.parametrize("budget", [1000, pytest.param("150KiB", marks=pytest.mark.slow)])
 def test_rank_auto(monkeypatch, budget):
     for module in (pricing, search):
         monkeypatch.setattr(module, "PLANNING_S", 0.1)
