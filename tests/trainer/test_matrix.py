@@ -295,7 +295,7 @@ def shard(folder, name, *callbacks):
     trainer = parts.fit(module, *callbacks, data=data, strategy=strategy, devices=2, max_epochs=2)
     torch.save(module.losses, folder / f"{name}{trainer.global_rank}.pt")
     if callbacks:
-        session = callbacks[0].memory.session
+        session = callbacks[0].run.memory.session
         assert session.plan is not None
         assert any(event.startswith("Policy sqrt") for event in session.events), session.events
         assert not [event for event in session.events if "differed from" in event], session.events
