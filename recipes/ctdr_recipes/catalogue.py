@@ -14,9 +14,10 @@ from pathlib import Path
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.registry import Registry
 from ctdr_recipes.building import missing
+from ctdr_recipes.folders import configs_of
 
 HERE = Path(__file__).parent
-CONFIGS = HERE / "conf"
+CONFIGS = configs_of(__file__)
 SCRIPTS = ("demo", "evaluate", "pareto")
 
 

@@ -31,7 +31,8 @@ def check_overrides(arguments: Sequence[str], folder: Path) -> None:
         ConfigError: With the nearest name.
 
     Example:
-        >>> check_overrides(["ctdr.rank=0.5"], Path(__file__).parent / "conf")
+        >>> from ctdr_recipes.folders import configs_of
+        >>> check_overrides(["ctdr.rank=0.5"], configs_of(__file__))
     """
     words = [word for word in arguments if not word.startswith("-") and "=" in word]
     overrides = [found for found in _parsed(words) if not (found.is_add() or found.is_delete())]

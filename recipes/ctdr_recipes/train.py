@@ -14,7 +14,6 @@ import hashlib
 import logging
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
 import hydra
@@ -24,10 +23,11 @@ from omegaconf import DictConfig, OmegaConf
 from ctdr_lightning.basics.errors import ConfigError, CTDRError
 from ctdr_lightning.decomposition.layers.from_checkpoint import restore
 from ctdr_recipes.building import build
+from ctdr_recipes.folders import configs_of
 from ctdr_recipes.resume import Resume
 from ctdr_recipes.spelling import check_overrides
 
-CONFIGS = Path(__file__).resolve().parent / "conf"
+CONFIGS = configs_of(__file__)
 _LONGEST_NAME = 120
 _log = logging.getLogger(__name__)
 

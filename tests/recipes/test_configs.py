@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ctdr_recipes.train import folder_of
 
-CONF = Path(__file__).parents[2] / "ctdr_recipes" / "conf"
+CONF = Path(__file__).parents[2] / "conf"
 ABSENT = {"wandb", "mlflow"}
 REQUIRED = ["data.root=images", "task.n_classes=7"]
 GROUPS = ["model", "data", "trainer", "logger", "ctdr", "callbacks", "launch", "experiment"]

@@ -19,7 +19,7 @@ import ctdr_lightning
 ROOT = Path(__file__).parents[2]
 PACKAGE = sorted((ROOT / "ctdr_lightning").rglob("*.py"))
 KNOWN = ("decompose", "plan", "max-batch", "explain", "recipes", "report")
-PRODUCT = PACKAGE + sorted((ROOT / "ctdr_recipes").rglob("*.py")) + sorted((ROOT / "benchmarks").rglob("*.py"))
+PRODUCT = PACKAGE + sorted((ROOT / "recipes").rglob("*.py")) + sorted((ROOT / "benchmarks").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 CORE = [path for path in PACKAGE if {"basics", "decomposition", "evaluate", "joint", "memory"} & set(path.parts)]
 MOST_LINES_IN_A_FILE = 400
@@ -167,9 +167,11 @@ def wheel(tmp_path_factory):
 
 def test_the_wheel_holds_the_typed_package_the_recipes_and_nothing_else(wheel):
     names = set(wheel.namelist())
-    recipes = [path for path in (ROOT / "ctdr_recipes").rglob("*") if path.suffix in (".py", ".yaml")]
-    assert len([path for path in recipes if path.suffix == ".yaml"]) > 15
-    assert {str(path.relative_to(ROOT)) for path in [*PACKAGE, *recipes]} | {"ctdr_lightning/py.typed"} <= names
+    recipes = {str(path.relative_to(ROOT / "recipes")) for path in (ROOT / "recipes").rglob("*.py")}
+    configs = {f"ctdr_recipes/{path.relative_to(ROOT)}" for path in (ROOT / "conf").rglob("*.yaml")}
+    assert len(configs) > 15
+    package = {str(path.relative_to(ROOT)) for path in PACKAGE}
+    assert package | recipes | configs | {"ctdr_lightning/py.typed"} <= names
     assert {name.partition("/")[0].split("-")[0] for name in names} == {"ctdr_lightning", "ctdr_recipes"}
 
 

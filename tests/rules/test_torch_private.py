@@ -13,9 +13,7 @@ from ctdr_lightning.basics import torch_private
 
 ROOT = Path(__file__).parents[2]
 THE_ONE = ROOT / "ctdr_lightning" / "basics" / "torch_private.py"
-SOURCES = [
-    p for folder in ("ctdr_lightning", "ctdr_recipes") for p in sorted((ROOT / folder).rglob("*.py")) if p != THE_ONE
-]
+SOURCES = [p for folder in ("ctdr_lightning", "recipes") for p in sorted((ROOT / folder).rglob("*.py")) if p != THE_ONE]
 
 
 def dotted_name(node):
