@@ -81,7 +81,7 @@ def copy(name: str, folder: Path) -> list[Path]:
     recipe = recipes()[name]
     script = HERE / "train.py" if recipe.trains else recipe.path
     sources = [script, *(sorted(CONFIGS.rglob("*.yaml")) if recipe.trains else [])]
-    targets = [folder / source.relative_to(HERE) for source in sources]
+    targets = [folder / source.relative_to(CONFIGS.parent if source != script else HERE) for source in sources]
     there = [target for target in targets if target.exists()]
     if there:
         raise ConfigError(f"{there[0]} is there already.", "Give another folder: nothing is overwritten.")

@@ -73,7 +73,7 @@ def test_a_budget_of_a_gpu_is_kept_by_its_allocator(expandable, monkeypatch):
     sizes = [replace(s, n_bytes=(s.n_bytes * 1500)) for s in trace.storages]  # segments of 20 MiB must not set the peak
     trace = replace(trace, storages=tuple(sizes), resident_bytes=trace.resident_bytes * 1500)
     budget = at_share(trace, 0.6)
-    on_gpu, by_tensors = plan(trace, budget), plan(replace(trace, device="cpu"), budget)
+    on_gpu, by_tensors = plan(trace, budget, "capuchin"), plan(replace(trace, device="cpu"), budget, "capuchin")
     assert runs_within(trace, on_gpu.actions, budget, expandable=expandable)
     assert by_tensors.peak_bytes > 0.9 * budget
     assert on_gpu.budget_bytes == budget
@@ -83,5 +83,6 @@ def test_a_budget_of_a_gpu_is_kept_by_its_allocator(expandable, monkeypatch):
 def test_a_plan_that_no_allocator_can_serve_stays_as_it_is():
     trace = replace(bench_of("residual").record(), device="cuda")
     budget = at_share(trace, 0.6)  # less than one segment
-    assert not runs_within(trace, plan(trace, budget).actions, budget)
-    assert plan(trace, budget).actions == plan(replace(trace, device="cpu"), budget).actions
+    on_gpu = plan(trace, budget, "capuchin")
+    assert not runs_within(trace, on_gpu.actions, budget)
+    assert on_gpu.actions == plan(replace(trace, device="cpu"), budget, "capuchin").actions
