@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from ctdr_lightning.basics.interrupts import interrupts_held
 from ctdr_lightning.basics.progress_bar import track
 from ctdr_lightning.decomposition.choose.batches import Batches, untouched
 from ctdr_lightning.decomposition.choose.divergence import (
@@ -217,8 +218,9 @@ def _alone_open(model: nn.Module, factors: Sequence[Tensor]) -> Iterator[None]:
             factor.requires_grad_(True)
         yield
     finally:
-        for parameter, needed in before:
-            parameter.requires_grad_(needed)
+        with interrupts_held():
+            for parameter, needed in before:
+                parameter.requires_grad_(needed)
 
 
 def _flops(factors: Sequence[Tensor]) -> float:

@@ -80,16 +80,16 @@ class Freezer:
         chosen = chosen_parameters(module, train)
         for name, parameter in module.named_parameters():
             if name not in chosen and parameter.requires_grad:
+                self._frozen.append(parameter)  # first, so that an interrupt in between leaves nothing frozen for good
                 parameter.requires_grad_(False)
                 parameter.grad = None
-                self._frozen.append(parameter)
         return before != {id(parameter) for parameter in self._frozen}
 
     def thaw(self) -> bool:
         """Let everything train again that this object froze; returns whether that was anything."""
-        frozen, self._frozen = self._frozen, []
-        for parameter in frozen:
+        for parameter in self._frozen:
             parameter.requires_grad_(True)
+        frozen, self._frozen = self._frozen, []
         return bool(frozen)
 
 

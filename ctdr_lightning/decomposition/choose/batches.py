@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.basics.interrupts import interrupts_held
 from ctdr_lightning.basics.torch_private import tree_flatten, tree_leaves, tree_unflatten
 
 Step = Callable[[nn.Module, Any], Any]
@@ -125,8 +126,8 @@ def untouched(model: nn.Module, training: bool | None = None, gradients: bool = 
                 model.train(training)
             yield
     finally:
-        for module, mode in modes.items():
-            module.training = mode
-        with torch.no_grad():
+        with interrupts_held(), torch.no_grad():
+            for module, mode in modes.items():
+                module.training = mode
             for buffer, before in buffers:
                 buffer.copy_(before)
