@@ -11,13 +11,16 @@ import traceback
 
 import torch
 
+import tests.conftest  # noqa: F401  a spawned process wants torchvision's operators before it imports the test
 
-def run(target, *args, ranks=1, timeout_s=120):
+
+def run(target, *args, ranks=1, timeout_s=120, start="fork"):
     """Run a function in forked processes, rank by rank; returns their exit codes (negative: killed by that signal).
 
-    When one of several ranks dies the others are killed too, as a launcher does.
+    When one of several ranks dies the others are killed too, as a launcher does. With ``start="spawn"`` they are fresh
+    processes: a fork takes with it the freed memory of the tests before, which no limit of the address space counts.
     """
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context(start)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

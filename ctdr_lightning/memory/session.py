@@ -126,7 +126,7 @@ class Session:
         self._watched: Counter[Hashable] = Counter()
         self._reserve_bytes = 0
         self._fingerprint: tuple[Hashable, ...] = ()
-        self._under_way = False
+        self._under_way = self._in_forward = False
         self._current: _Kind | None = None
         self._signature: Hashable = None
         self._recorder: Recorder | None = None
@@ -167,7 +167,7 @@ class Session:
         """
         self.abort()
         kind = self._current = self._kind_of(signature)
-        self._beside_bytes, self._fingerprint, self._under_way = beside_bytes, (), True
+        self._beside_bytes, self._fingerprint, self._under_way, self._in_forward = beside_bytes, (), True, True
         self._signature = signature
         if meter:
             self._meter = PeakMeter()
@@ -214,6 +214,7 @@ class Session:
 
     def forward_done(self) -> None:
         """After the forward: a tape leaves, its handles go on working; a recorder stays for the backward."""
+        self._in_forward = False
         if self._tape is not None:
             self._tape.__exit__(None, None, None)
             self._note_divergence(self._tape.diverged)
@@ -254,18 +255,22 @@ class Session:
 
     def abort(self) -> None:
         """Leave everything that is installed; for any exception, and harmless otherwise."""
-        if self._current is not None:
+        if self._under_way:  # it is called again before the next step, when what is installed tells nothing any more
             self.exchanged = self._exchanges()
-        if self._recorder is not None and self._recorder.evictor is not None:
-            self.reached_bytes = self.static_bytes + self._beside_bytes + self._recorder.evictor.live.peak
-        elif self.plan is not None:
-            self.reached_bytes = self.plan.peak_bytes
+            self.reached_bytes = self._reached() or self.reached_bytes
         for installed in (self._tape, self._recorder):
             if installed is not None:
                 installed.__exit__(RuntimeError, None, None)
         self._tape = self._recorder = None
         self._under_way = False
         self._stop_meter()
+
+    def _reached(self) -> int:
+        if self._recorder is not None and self._recorder.evictor is not None:
+            return self.static_bytes + self._beside_bytes + self._recorder.evictor.live.peak
+        if self.plan is None:
+            return 0
+        return self.plan.forward_peak_bytes if self._in_forward else self.plan.peak_bytes
 
     def _exchanges(self) -> bool:
         if self._recorder is not None:

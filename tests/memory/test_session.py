@@ -143,6 +143,22 @@ def test_abort_leaves_everything(steps_before):
     assert session.plan is not None
 
 
+@pytest.mark.parametrize("steps_before", [0, 1], ids=["recorded", "under a plan"])
+def test_a_step_that_failed_in_its_forward_is_known_to_have_reached_no_more_than_the_forward(steps_before):
+    net, batch = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)]), torch.randn(256, 64)
+    session = Session(planner, budget_bytes=2**30)
+    run(session, net, batch)
+    whole = session.plan
+    session = session if steps_before else Session(planner, budget_bytes=2**30)
+    session.begin(signature_of(batch, net))
+    net[:2](batch)
+    session.abort()
+    reached = session.reached_bytes
+    assert 0 < reached <= whole.forward_peak_bytes < whole.peak_bytes
+    session.abort()
+    assert session.reached_bytes == reached
+
+
 def test_a_forgotten_step_is_aborted_by_the_next():
     net, batch = make_net(), torch.randn(6, 8)
     session = Session(planner)

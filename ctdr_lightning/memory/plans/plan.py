@@ -140,6 +140,11 @@ class Plan:
         return self.timeline.peak_bytes
 
     @property
+    def forward_peak_bytes(self) -> int:
+        """The part of ``peak_bytes`` that is reached before the forward's last op is over."""
+        return self.timeline.forward_peak_bytes
+
+    @property
     def seconds(self) -> float:
         """Predicted time of the step."""
         return self.timeline.seconds

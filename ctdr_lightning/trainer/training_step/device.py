@@ -34,6 +34,11 @@ def device_peaks(device: torch.device) -> dict[str, float]:
     return peaks
 
 
+def allocated_peak_bytes(device: torch.device) -> int:
+    """Peak of the CUDA allocator since `device_peaks` was last asked; 0 on other devices, which keep no count."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
 def batch_size(batch: Any) -> int:
     """Length of the first tensor in a nested batch; 1 where there is none."""
     tensor = next(tensors_of(batch), None)

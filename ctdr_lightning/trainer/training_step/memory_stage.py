@@ -24,7 +24,7 @@ from ctdr_lightning.memory.traces.trace import StorageRecord
 from ctdr_lightning.trainer.modules import overrides
 from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.training_step.batch_meter import BatchMeter
-from ctdr_lightning.trainer.training_step.device import tensors_of
+from ctdr_lightning.trainer.training_step.device import allocated_peak_bytes, tensors_of
 from ctdr_lightning.trainer.training_step.gradient_readers import gradient_reader
 from ctdr_lightning.trainer.training_step.optimizer_bytes import OptimizerBytes, optimizer_does_not_fit, predict
 from ctdr_lightning.trainer.training_step.resident import local_bytes, optimizer_tensors
@@ -192,7 +192,7 @@ class MemoryStage:
             OutOfMemoryError: When nothing is known of what the step takes.
         """
         assert self.session is not None
-        known = [n for n in (self._budget_bytes, self.session.reached_bytes) if n]
+        known = [n for n in (self._budget_bytes, self.session.reached_bytes, self._allocated_bytes()) if n]
         if not known:
             raise OutOfMemoryError(f"The first step ran out of memory: {message}. HINT: give memory_budget.")
         self._tightened = True
@@ -201,6 +201,13 @@ class MemoryStage:
         self.session.events.append(
             f"A step ran out of memory ({message}); it is tried again under {format_bytes(self._budget_bytes)}."
         )
+
+    def _allocated_bytes(self) -> int:
+        """What the device really gave out before memory ran out: a plan may have been for far more."""
+        if self._module is None:
+            return 0
+        trainer: Any = self._module.trainer
+        return allocated_peak_bytes(trainer.strategy.root_device)
 
     def make_ready(self, inputs: Any, kind_of: Callable[[bool], Hashable]) -> tuple[int, bool]:
         """Before a step: free the last step's gradients where the plan needs their bytes.
