@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ctdr_lightning.basics.interrupts import interrupts_held
+from ctdr_lightning.basics.interrupts import put_back_after
 from ctdr_lightning.basics.progress_bar import track
 from ctdr_lightning.decomposition.choose.batches import Batches, untouched
 from ctdr_lightning.decomposition.choose.divergence import (
@@ -211,16 +211,17 @@ class _Descent:
 def _alone_open(model: nn.Module, factors: Sequence[Tensor]) -> Iterator[None]:
     """Let autograd see the factors and no other parameter."""
     before = [(p, p.requires_grad) for p in model.parameters()]
-    try:
+
+    def put_back() -> None:
+        for parameter, needed in before:
+            parameter.requires_grad_(needed)
+
+    with put_back_after(put_back):
         for parameter, _ in before:
             parameter.requires_grad_(False)
         for factor in factors:
             factor.requires_grad_(True)
         yield
-    finally:
-        with interrupts_held():
-            for parameter, needed in before:
-                parameter.requires_grad_(needed)
 
 
 def _flops(factors: Sequence[Tensor]) -> float:

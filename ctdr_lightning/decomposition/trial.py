@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ctdr_lightning.basics.interrupts import interrupts_held
+from ctdr_lightning.basics.interrupts import interrupts_held, put_back_after
 from ctdr_lightning.basics.parallel import each
 from ctdr_lightning.decomposition.choose.batches import untouched
 from ctdr_lightning.decomposition.choose.choices import Choices
@@ -194,10 +194,7 @@ def standing(
     """Have factorized layers stand in a model for a while."""
     swaps: dict[nn.Module, nn.Module] = {layers[name].module: new for name, new in factorized.items()}
     swaps |= follow_owners(model, swaps)
-    try:
+    with put_back_after(lambda: replace_everywhere(model, {new: old for old, new in swaps.items()})):
         with interrupts_held():
             replace_everywhere(model, swaps)
         yield
-    finally:
-        with interrupts_held():
-            replace_everywhere(model, {new: old for old, new in swaps.items()})

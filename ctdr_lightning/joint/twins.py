@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from ctdr_lightning.basics.interrupts import put_back_after
 from ctdr_lightning.decomposition.choose.choices import Choices
 from ctdr_lightning.decomposition.layers.factorized import factorized
 from ctdr_lightning.decomposition.layers.surgery import replace_everywhere, walk
@@ -66,16 +67,17 @@ def unmoved(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
-    with torch.random.fork_rng(devices=devices):
-        try:
-            for parameter, _ in gradients:
-                parameter.grad = None
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
-            for module, training in modes:
-                module.training = training
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
+
+    @torch.no_grad()
+    def put_back() -> None:
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        for module, training in modes:
+            module.training = training
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+    with put_back_after(put_back), torch.random.fork_rng(devices=devices):
+        for parameter, _ in gradients:
+            parameter.grad = None
+        yield

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ctdr_lightning.basics.interrupts import put_back_after
+
 _KIND = nn.modules.batchnorm._BatchNorm
 
 
@@ -45,15 +47,17 @@ def reestimate(
     layers = tracked(module)
     before = [(layer, layer.training, layer.momentum) for layer in layers.values()]
     kept = {name: _statistics(layer) for name, layer in layers.items()}
-    for layer in layers.values():
-        layer.reset_running_stats()
-        layer.train().momentum = None
-    try:
-        for batch in batches if layers else ():
-            run(batch)
-    finally:
+
+    def put_back() -> None:
         for layer, training, momentum in before:
             layer.train(training).momentum = momentum
+
+    with put_back_after(put_back):
+        for layer in layers.values():
+            layer.reset_running_stats()
+            layer.train().momentum = None
+        for batch in batches if layers else ():
+            run(batch)
     reached = {name for name, layer in layers.items() if layer.num_batches_tracked > 0}
     for name, layer in layers.items():
         if name in reached:

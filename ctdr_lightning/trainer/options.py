@@ -104,8 +104,9 @@ class CallbackOptions:
         Raises:
             ConfigError: When a name is not known.
         """
-        used = self.optimizer_state == "disk" and "disk" not in (self.offload or ())
-        return Places.read(self.offload, None if used else self.disk_folder, self.codecs)
+        # a folder may be given for the optimizer's state alone; `Places` refuses one without saved tensors in it
+        for_state_alone = self.optimizer_state == "disk" and "disk" not in (self.offload or ())
+        return Places.read(self.offload, None if for_state_alone else self.disk_folder, self.codecs)
 
     @property
     def fits_budget(self) -> bool:

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from ctdr_lightning.basics.errors import CheckpointError
+from ctdr_lightning.basics.interrupts import put_back_after
 
 
 def capture() -> dict[str, Tensor]:
@@ -59,10 +60,8 @@ def put_back(state: dict[str, Tensor]) -> None:
 def isolated() -> Iterator[None]:
     """Whatever the block draws, the generators stand afterwards as before."""
     before = capture()
-    try:
+    with put_back_after(lambda: put_back(before)):
         yield
-    finally:
-        put_back(before)
 
 
 def _epochs(checkpoint: Mapping[str, Any]) -> dict[str, int]:

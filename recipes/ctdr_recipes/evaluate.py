@@ -20,12 +20,13 @@ import torch
 
 from ctdr_lightning import __version__
 from ctdr_lightning.basics.files import write_text
+from ctdr_recipes.csv_text import csv_of
 from ctdr_recipes.evaluation.learned import TASKS, learn
 from ctdr_recipes.evaluation.measured import measure
 from ctdr_recipes.evaluation.nets import FULL, SMALL
 from ctdr_recipes.evaluation.picture import draw_evaluation
-from ctdr_recipes.evaluation.predicted import predict
-from ctdr_recipes.evaluation.tables import Evaluation, as_csv, as_markdown
+from ctdr_recipes.evaluation.predicted import Row, predict
+from ctdr_recipes.evaluation.tables import Evaluation, as_markdown
 
 PARTS = ("predicted", "measured", "accuracy")
 
@@ -64,7 +65,7 @@ def _with_net(found: Evaluation, name: str, part: str, options: argparse.Namespa
 
 def _write(found: Evaluation, folder: Path) -> None:
     write_text(folder / "evaluation.json", found.to_json())
-    write_text(folder / "evaluation.csv", as_csv(found.rows))
+    write_text(folder / "evaluation.csv", csv_of(Row, found.rows))
     write_text(folder / "evaluation.md", as_markdown(found))
     draw_evaluation(found.rows, folder / "evaluation.png")
 

@@ -10,10 +10,8 @@ Nothing is trained and nothing decomposed: a rank leaves each layer that share o
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
@@ -25,6 +23,7 @@ from ctdr_lightning.command_line.named import build_model
 from ctdr_lightning.command_line.steps import step_of
 from ctdr_lightning.joint.twins import structure_of
 from ctdr_lightning.memory import Trace, plan, record_fake, simulate
+from ctdr_recipes.csv_text import csv_of
 from ctdr_recipes.evaluation.techniques import shapes_at
 
 _COLOURS = ("#9aa0a6", "#1a73e8", "#d93025", "#188038", "#9334e6", "#e8710a")
@@ -117,15 +116,6 @@ def as_table(points: Sequence[Point], dense_bytes: int, dense_s: float) -> str:
     )
 
 
-def as_csv(points: Sequence[Point]) -> str:
-    """The points as CSV."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [f.name for f in fields(Point)], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(asdict(point) for point in points)
-    return text.getvalue()
-
-
 def draw(points: Sequence[Point], path: Path, title: str) -> None:
     """Peak against time: a colour a rank, a mark a policy, the lower bound as a line."""
     from matplotlib.figure import Figure
@@ -157,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     points = sweep(traces, options.budgets, options.policies, dense.peak_bytes)
     table = as_table(points, dense.peak_bytes, dense.seconds)
     write_text(options.folder / "pareto.md", table)
-    write_text(options.folder / "pareto.csv", as_csv(points))
+    write_text(options.folder / "pareto.csv", csv_of(Point, points))
     draw(
         points,
         options.folder / "pareto.png",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ctdr_lightning.basics.errors import ConfigError
-from ctdr_lightning.basics.interrupts import interrupts_held
+from ctdr_lightning.basics.interrupts import put_back_after
 from ctdr_lightning.basics.torch_private import tree_flatten, tree_leaves, tree_unflatten
 
 Step = Callable[[nn.Module, Any], Any]
@@ -118,16 +118,22 @@ def untouched(model: nn.Module, training: bool | None = None, gradients: bool = 
     modes = {module: module.training for module in model.modules()}
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = {p.device for p in model.parameters() if p.is_cuda}
-    try:
-        # Hooks listen to layers, which a compiled module has none of: it runs eagerly meanwhile.
-        eager = torch.compiler.set_stance("force_eager")
-        with eager, torch.set_grad_enabled(gradients), torch.random.fork_rng(devices=list(devices)):
-            if training is not None:
-                model.train(training)
-            yield
-    finally:
-        with interrupts_held(), torch.no_grad():
-            for module, mode in modes.items():
-                module.training = mode
-            for buffer, before in buffers:
-                buffer.copy_(before)
+
+    @torch.no_grad()
+    def put_back() -> None:
+        for module, mode in modes.items():
+            module.training = mode
+        for buffer, before in buffers:
+            buffer.copy_(before)
+
+    # Hooks listen to layers, which a compiled module has none of: it runs eagerly meanwhile.
+    eager = torch.compiler.set_stance("force_eager")
+    with (
+        put_back_after(put_back),
+        eager,
+        torch.set_grad_enabled(gradients),
+        torch.random.fork_rng(devices=list(devices)),
+    ):
+        if training is not None:
+            model.train(training)
+        yield

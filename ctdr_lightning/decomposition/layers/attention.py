@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ctdr_lightning.basics.interrupts import interrupts_held
+from ctdr_lightning.basics.interrupts import interrupts_held, put_back_after
 from ctdr_lightning.decomposition.layers.surgery import replace_everywhere
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -178,14 +178,15 @@ def opened(model: nn.Module) -> Iterator[None]:
         model: Any module.
     """
     before: dict[nn.Module, nn.Module] = {}
-    try:
+
+    def put_back() -> None:
+        untouched = {ours: fused for fused, ours in before.items() if _is_plain(ours)}
+        replace_everywhere(model, cast("dict[nn.Module, nn.Module]", untouched))
+
+    with put_back_after(put_back):
         with interrupts_held():
             before |= open_attention(model, lambda name: True)
         yield
-    finally:
-        with interrupts_held():
-            untouched = {ours: fused for fused, ours in before.items() if _is_plain(ours)}
-            replace_everywhere(model, cast("dict[nn.Module, nn.Module]", untouched))
 
 
 def open_attention(model: nn.Module, chosen: Callable[[str], bool]) -> dict[nn.Module, nn.Module]:

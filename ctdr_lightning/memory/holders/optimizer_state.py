@@ -59,11 +59,13 @@ def chunks_of(optimizer: Optimizer, chunk_bytes: int | None = None) -> Iterator[
     most = min(CHUNK_BYTES, int(CHUNK_SHARE * total)) if chunk_bytes is None else chunk_bytes
     for index, group in enumerate(optimizer.param_groups):
         chunk: list[Tensor] = []
+        filled_bytes = 0
         for param in group["params"]:
-            if chunk and sum(p.nbytes for p in chunk) + param.nbytes > most:
+            if chunk and filled_bytes + param.nbytes > most:
                 yield index, chunk
-                chunk = []
+                chunk, filled_bytes = [], 0
             chunk.append(param)
+            filled_bytes += param.nbytes
         if chunk:
             yield index, chunk
 
@@ -137,6 +139,10 @@ class StateAway:
         """Bytes of the device's memory that moving takes all along."""
         return self._holder.device_bytes
 
+    def chunks(self) -> Iterator[tuple[int, list[Tensor]]]:
+        """What is updated together, as of :func:`chunks_of`."""
+        return chunks_of(self._optimizer, self._chunk_bytes)
+
     def release(self, device: torch.device | None = None) -> None:
         """Bring the state back and leave the optimizer as it was.
 
@@ -161,8 +167,7 @@ class StateAway:
                 loss = closure()
         mark_stepped(optimizer)  # as a scheduler's own wrapper does, which this one replaces
         with torch.no_grad():
-            chunks = chunks_of(optimizer, self._chunk_bytes)
-            self._update([(i, params) for i, params in chunks if any(p.grad is not None for p in params)])
+            self._update([(i, params) for i, params in self.chunks() if any(p.grad is not None for p in params)])
         return loss
 
     def _update(self, chunks: Sequence[tuple[int, list[Tensor]]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
@@ -43,44 +44,50 @@ class LiveBytes:
     While entered it is also shown what replays make.
 
     Attributes:
-        now: Live bytes at present.
         peak: The largest ``now`` so far.
     """
 
     def __init__(self) -> None:
-        self.now = 0
         self.peak = 0
+        self._counted_bytes = 0
         self._known: dict[int, _Storage] = {}
-        me = weakref.ref(self)
+        self._dead: deque[_Storage] = deque()
 
-        def died(ref: _Storage) -> None:
-            tracker = me()
-            if tracker is not None:
-                tracker.now -= ref.n_bytes
-                tracker._known.pop(ref.key, None)
+    @property
+    def now(self) -> int:
+        """Live bytes at present."""
+        self._forget_dead()
+        return self._counted_bytes
 
-        self._died = died
+    def _forget_dead(self) -> None:
+        while self._dead:
+            ref = self._dead.popleft()
+            self._counted_bytes -= ref.n_bytes
+            del self._known[ref.key]
 
     def track(self, tensors: Iterable[Any]) -> None:
         """Count the storages of tensors that are not counted yet."""
         for tensor in tensors:
             storage = storage_of(tensor) if isinstance(tensor, Tensor) else None
+            self._forget_dead()  # first, as a new storage may stand where a dead one stood
             if storage is not None and storage._cdata not in self._known:
                 n_bytes = storage.nbytes()
                 self._watch(storage, n_bytes)
-                self.now += n_bytes
-                self.peak = max(self.peak, self.now)
+                self._counted_bytes += n_bytes
+                self.peak = max(self.peak, self._counted_bytes)
 
     def ignore(self, tensors: Iterable[Any]) -> None:
         """Never count these tensors' storages: they are from before the step."""
         for tensor in tensors:
             storage = storage_of(tensor) if isinstance(tensor, Tensor) else None
+            self._forget_dead()
             if storage is not None and storage._cdata not in self._known:
                 self._watch(storage, 0)
 
     def _watch(self, storage: torch.UntypedStorage, n_bytes: int) -> None:
         key = storage._cdata
-        self._known[key] = ref = _Storage(storage, self._died)
+        # What is called has no line of Python: a Ctrl-C that comes while a weak reference calls would be swallowed.
+        self._known[key] = ref = _Storage(storage, self._dead.append)
         ref.key, ref.n_bytes = key, n_bytes
 
     def __enter__(self) -> LiveBytes:

@@ -9,7 +9,7 @@ from ctdr_lightning.basics.units import GIB, format_bytes, format_seconds
 from ctdr_lightning.joint.budget_fit import BudgetFit
 from ctdr_lightning.recovery.decisions import Progress
 
-# One line.
+# As many as stand in one line of a terminal.
 _MOST_METRICS = 6
 
 

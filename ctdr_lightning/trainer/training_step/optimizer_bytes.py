@@ -133,8 +133,9 @@ def _take(optimizer: torch.optim.Optimizer, settings: dict[str, bool]) -> tuple[
 
 def _measure_away(optimizer: torch.optim.Optimizer, settings: dict[str, bool], device_bytes: int) -> tuple[int, int]:
     """The same where the state waits elsewhere: two chunks of it are a part of the step."""
-    chunks = (params for _, params in chunks_of(optimizer))
-    largest = max(chunks, key=lambda params: sum(p.nbytes for p in params), default=[])
+    away = state_away_of(optimizer)
+    chunks = chunks_of(optimizer) if away is None else away.chunks()
+    largest = max((params for _, params in chunks), key=lambda params: sum(p.nbytes for p in params), default=[])
     state, temporary = _measure(optimizer, settings, set(largest))
     return device_bytes, 2 * state + temporary
 

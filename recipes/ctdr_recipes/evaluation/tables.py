@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ctdr_lightning.basics.units import format_bytes, format_seconds
@@ -50,15 +48,6 @@ _KINDS: dict[str, type] = {"rows": Row, "anatomies": Anatomy, "learned": Learned
 
 def _plain(rows: Sequence[Any]) -> list[dict[str, Any]]:
     return [asdict(row) for row in rows]
-
-
-def as_csv(rows: Sequence[Row]) -> str:
-    """The rows as CSV."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [f.name for f in fields(Row)], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(asdict(row) for row in rows)
-    return text.getvalue()
 
 
 def about(found: Evaluation) -> str:

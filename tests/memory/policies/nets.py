@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -93,9 +95,15 @@ CONFORMANCE: dict[str, Callable[[], Bench]] = {
     "no chain": lambda: _mean(Woven(16, 6), 32, 16),
     "LSTM": lambda: Bench(*build("lstm")),
 }
+LONG = {"R", "RN18", "GPT-2", "DenseNet-like", "no chain"}
 
 
 def bench_of(name: str) -> Bench:
     """A net by name, always with the same weights."""
     torch.manual_seed(0)
     return CONFORMANCE[name]()
+
+
+def quick(names: Iterable[str]) -> list[Any]:
+    """Names of nets for a parameter; those on which planning takes long are for the slow suite."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in names]

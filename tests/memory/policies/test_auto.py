@@ -7,6 +7,7 @@ from ctdr_lightning.memory import POLICIES, Budget, Trace, plan, simulate
 from ctdr_lightning.memory.bounds.lower_bound import lower_bound_seconds
 from ctdr_lightning.memory.search.fastest import NO_GAP
 from tests.memory.graphs import GRAPHS, graph_trace
+from tests.memory.policies.nets import quick
 from tests.memory.policies.test_conformance import benched
 
 TRACES = {
@@ -21,7 +22,7 @@ def at(trace, share):
     return int(trace.resident_bytes + share * (simulate(trace).peak_bytes - trace.resident_bytes))
 
 
-@pytest.mark.parametrize("name", TRACES)
+@pytest.mark.parametrize("name", quick(TRACES))
 def test_it_is_no_worse_than_any_other(name):
     trace = TRACES[name]()
     for share in SHARES:
@@ -39,7 +40,7 @@ def test_it_is_no_worse_than_any_other(name):
                 assert mine.peak_bytes <= other.peak_bytes
 
 
-@pytest.mark.parametrize("name", TRACES)
+@pytest.mark.parametrize("name", quick(TRACES))
 def test_less_memory_takes_no_less_time(name):
     """Each budget is searched by itself, to a quarter of a percent of its bound."""
     trace = TRACES[name]()

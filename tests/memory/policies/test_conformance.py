@@ -7,7 +7,7 @@ import pytest
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.memory import POLICIES, Budget, Plan, Tape, Trace, plan, simulate
 from ctdr_lightning.memory.bounds.lower_bound import floor_bytes
-from tests.memory.policies.nets import CONFORMANCE, bench_of
+from tests.memory.policies.nets import CONFORMANCE, bench_of, quick
 
 SHARES = (None, 0.8, 0.5)
 CLOCKED = {name for name, policy in POLICIES.items() if policy.clocked}
@@ -45,7 +45,7 @@ def planned(trace, budget, policy):
 
 
 @pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("net", CONFORMANCE)
+@pytest.mark.parametrize("net", quick(CONFORMANCE))
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_plan_covers_fits_round_trips_and_is_exact(policy, net, share):
     bench, plain, trace = benched(net)
@@ -68,7 +68,7 @@ def test_a_plan_covers_fits_round_trips_and_is_exact(policy, net, share):
     assert not tape.diverged
 
 
-@pytest.mark.parametrize("net", ["residual", "T", "no chain"])
+@pytest.mark.parametrize("net", quick(["residual", "T", "no chain"]))
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name not in CLOCKED])
 def test_the_same_trace_gives_the_same_plan(policy, net):
     trace = benched(net)[2]
