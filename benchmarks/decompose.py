@@ -21,7 +21,7 @@ from tensorly.decomposition import parafac, partial_tucker
 from tensorly.decomposition import tensor_train as tensorly_tt
 from torch import Tensor
 
-from benchmarks.nets import import_torchvision
+from benchmarks.vision_import import import_torchvision
 from ctdr_lightning import decompose
 from ctdr_lightning.decomposition.algorithms.cp import cp
 from ctdr_lightning.decomposition.algorithms.rebuild import rebuild

@@ -5,15 +5,14 @@ Each entry of ``NETS`` makes ``(module, inputs, step)``; ``step(module, inputs)`
 
 from __future__ import annotations
 
-import importlib.util
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from benchmarks.vision_import import import_torchvision
 
 Net = tuple[nn.Module, Any, Callable[[nn.Module, Any], Tensor]]
 
@@ -86,23 +85,6 @@ def net_rn18(batch: int = 16, size: int = 64) -> Net:
     stem = [_conv(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(inplace=True)]
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10)]
     return nn.Sequential(*stem, *blocks, *head), torch.randn(batch, 3, size, size), _sum
-
-
-def import_torchvision() -> Any:
-    """Import torchvision, also where its compiled ops are missing: their schemas are then declared first."""
-    found = importlib.util.find_spec("torchvision")
-    if found is None or not found.submodule_search_locations:
-        raise ModuleNotFoundError("These benchmarks need torchvision: pip install torchvision")
-    try:
-        import torchvision
-    except RuntimeError:
-        source = (Path(found.submodule_search_locations[0]) / "_meta_registrations.py").read_text()
-        library = torch.library.Library("torchvision", "DEF")
-        for name in sorted(set(re.findall(r"register_meta\(\"(\w+)\"\)|torchvision::(\w+)", source))):
-            library.define(f"{''.join(name)}() -> ()")
-        globals()["_library"] = library  # the declarations live as long as the library object
-        import torchvision
-    return torchvision
 
 
 def vision(name: str, batch: int = 4, size: int = 64, **options: Any) -> Net:

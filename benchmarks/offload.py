@@ -22,8 +22,9 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from benchmarks.nets import Attention, Net, import_torchvision, vision
+from benchmarks.nets import Attention, Net, vision
 from benchmarks.peak import keep_freed_memory, step_peak_bytes
+from benchmarks.vision_import import import_torchvision
 from ctdr_lightning.basics.units import format_bytes
 from ctdr_lightning.memory import Plan, Tape, Trace, plan, record, simulate
 from ctdr_lightning.memory.holders.base import HolderOptions, Holders

@@ -1,13 +1,14 @@
 """Every command line of the README and of docs/, run as a user runs it: from an installed wheel, in an empty folder.
 
 The networks that the commands name are small ones that the test writes, as torchvision and timm may not be importable
-beside this torch. What is not run here is
-listed in ``ELSEWHERE`` with the place where it is.
+beside this torch. What is not run here is listed in ``ELSEWHERE`` with the place where it is; of a recipe's training
+the configuration is composed, and a benchmark is asked for its options.
 """
 
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ START = re.compile(r"(?:ctdr|python -m|make|pip)\s")
 ELSEWHERE = {
     r"pip install .*": "the wheel of this test; extras by the Makefile",
     r"make (demo|test|test-slow|docs|bench)": "the Makefile's own targets, which CI runs",
-    r"python -m benchmarks\.\w+.*": "takes minutes to hours; tests/rules asks whether the module exists",
+    r"python -m benchmarks\.\w+.*": "takes minutes to hours",
     r"ctdr plan --policy \.\.\.": "no whole command",
     r"python -m ctdr_recipes\.train .*": "trained on few batches in tests/recipes",
     r"ctdr recipes run image_folder .*": "needs a folder of images: tests/recipes writes one",
@@ -145,3 +146,29 @@ def test_the_commands_of_a_block_run_one_after_the_other(run, tmp_path, block):
         assert printed.strip()
     for path in re.findall(r"--save (\S+)", " ".join(block)):
         assert (tmp_path / path).stat().st_size > 100
+
+
+def lines(start):
+    """The command lines with such a start, each once."""
+    return dict.fromkeys(command for _, block in ALL for command in block if command.startswith(start))
+
+
+@pytest.mark.parametrize("line", lines("python -m ctdr_recipes.train"))
+def test_the_configuration_of_a_training_command_composes(run, tmp_path, line):
+    shutil.rmtree(tmp_path / "torchvision")  # Lightning's metrics would take it for the real one
+    words = [re.sub(r"^(ctdr\.rank=[^,]+),.*", r"\1", word) for word in shlex.split(line) if word != "--multirun"]
+    printed = run([*words, "--cfg", "job"])
+    given = [word.split("=")[1] for word in words if word.startswith(("ctdr.rank=", "data.root="))]
+    assert given
+    assert all(value in printed for value in given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", lines("python -m benchmarks"))
+def test_a_benchmark_knows_the_options_that_a_page_gives_it(line):
+    words = shlex.split(line)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / ".venv" / "models"]))}
+    asked = [sys.executable, "-m", words[2], "--help"]
+    done = subprocess.run(asked, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert all(word in done.stdout for word in words[3:] if word.startswith("--"))
