@@ -1,6 +1,7 @@
 """Overrides are read before anything runs: a key or a choice that no config knows is refused, and the nearest is named.
 
 Hydra refuses both as well, with the advice to add the key by ``+``; a misspelt one that is added is then not used.
+A sweep whose points would share a folder, and there go on from each other's checkpoints, is refused too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ctdr_lightning.basics.errors import ConfigError
 
 
 def check_overrides(arguments: Sequence[str], folder: Path) -> None:
-    """Refuse a group's choice, or a key, that the configs do not know.
+    """Refuse a group's choice, or a key, that the configs do not know, and a sweep of points in one folder.
 
     Keys that are added (``+``) or deleted (``~``), and Hydra's own, are Hydra's to judge.
 
@@ -28,7 +29,7 @@ def check_overrides(arguments: Sequence[str], folder: Path) -> None:
         folder: The folder of ``train.yaml``.
 
     Raises:
-        ConfigError: With the nearest name.
+        ConfigError: With the nearest name, or with the way to give each point a folder.
 
     Example:
         >>> from ctdr_recipes.folders import configs_of
@@ -36,6 +37,7 @@ def check_overrides(arguments: Sequence[str], folder: Path) -> None:
     """
     words = [word for word in arguments if not word.startswith("-") and "=" in word]
     overrides = [found for found in _parsed(words) if not (found.is_add() or found.is_delete())]
+    _check_folders(overrides, folder)
     groups = _groups(folder)
     chosen = [found for found in overrides if found.key_or_group in groups]
     for override in chosen:
@@ -50,6 +52,16 @@ def check_overrides(arguments: Sequence[str], folder: Path) -> None:
 
 def _parsed(words: Sequence[str]) -> list[Override]:
     return OverridesParser.create().parse_overrides(list(words))
+
+
+def _check_folders(overrides: Sequence[Override], folder: Path) -> None:
+    unnamed = OmegaConf.load(folder / "train.yaml").hydra.job.config.override_dirname.exclude_keys
+    for override in overrides:
+        if override.is_sweep_override() and override.key_or_group in unnamed:
+            raise ConfigError(
+                f"A sweep over {override.key_or_group}: all of its points would share one folder.",
+                f"Start each by itself: name=... {override.key_or_group}={next(_values(override))}.",
+            )
 
 
 def _is_hydras(override: Override) -> bool:

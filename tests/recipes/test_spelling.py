@@ -38,3 +38,12 @@ def test_what_resembles_nothing_says_how_to_add_it():
     with pytest.raises(ConfigError) as caught:
         check_overrides(["zzzzzz=1"], CONFIGS)
     assert caught.value.hint == "To add a key that the configs do not have, write +zzzzzz=..."
+
+
+@pytest.mark.parametrize("override", ["trainer.max_epochs=1,2", "test=best,last", "name=a,b"])
+def test_a_sweep_whose_points_would_share_a_folder_is_refused(override):
+    key, values = override.split("=")
+    with pytest.raises(ConfigError, match=f"A sweep over {key}") as caught:
+        check_overrides(["ctdr.rank=0.5,0.25", override, "--multirun"], CONFIGS)
+    assert f"{key}={values.partition(',')[0]}." in caught.value.hint
+    check_overrides([f"{key}={values.partition(',')[0]}"], CONFIGS)
