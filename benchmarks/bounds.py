@@ -18,7 +18,7 @@ from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.memory import POLICIES, Budget, Trace, record, simulate
 from ctdr_lightning.memory.bounds.checkmate_tableau import Graph, least_seconds, solve_tableau
 from ctdr_lightning.memory.bounds.lower_bound import floor_bytes, lower_bound_seconds
-from ctdr_lightning.memory.policies.rotor import Link, solve
+from ctdr_lightning.memory.policies.rotor import ChainLink, solve
 
 CHAINS = {8: (8, 6, 5, 4), 16: (12, 9, 7)}
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
@@ -37,7 +37,7 @@ def chain_table(time_limit_s: float) -> None:
     print("layers  budget  relaxed  optimum  rotor   (seconds over the plain step)")
     for n_layers, budgets in CHAINS.items():
         graph, plain = uniform_chain(n_layers), 3.0 * n_layers
-        table = solve([Link(1, 2, 1, 1)] * n_layers, 1, 1, max(budgets))
+        table = solve([ChainLink(1, 2, 1, 1)] * n_layers, 1, 1, max(budgets))
         for budget in budgets:
             relaxed = least_seconds(graph, budget) / plain
             optimum = solve_tableau(graph, budget, time_limit_s).seconds / plain

@@ -27,7 +27,7 @@ from ctdr_lightning.decomposition.chooser import rank_chooser
 from ctdr_lightning.joint.budget_fit import BudgetFit, LayerCost
 from ctdr_lightning.joint.pricing import Pricer
 from ctdr_lightning.joint.proposals import DENSE, RESOURCES, SHARES, Proposer
-from ctdr_lightning.joint.search import Candidate, Limits, Search
+from ctdr_lightning.joint.search import JointSearch, Limits, PricedChoice
 from ctdr_lightning.joint.twins import unmoved
 from ctdr_lightning.memory.plans.actions import Recompute
 
@@ -99,7 +99,7 @@ def fit_to_budget(
         with unmoved(model), closing(bar):
             pricer = Pricer(model, step, drawn[0], states_per_weight(optimizer), beside_bytes)
             forward = partial(_on_batch, step, drawn[0])
-            search = Search(model, forward, pricer, Proposer(chooser), limits, lambda: next(bar))
+            search = JointSearch(model, forward, pricer, Proposer(chooser), limits, lambda: next(bar))
             found = search.run() if given is None else search.given(given.choices)
             if found.trial is not None:
                 for new in found.trial.layers.values():
@@ -159,7 +159,12 @@ def _limits(
 
 
 def _fit(
-    found: Candidate, layers: tuple[LayerCost, ...], search: Search, pricer: Pricer, limits: Limits, search_s: float
+    found: PricedChoice,
+    layers: tuple[LayerCost, ...],
+    search: JointSearch,
+    pricer: Pricer,
+    limits: Limits,
+    search_s: float,
 ) -> BudgetFit:
     assert found.plan is not None
     dense = search.considered[DENSE.share, DENSE.resource]
@@ -183,7 +188,7 @@ def _fit(
     )
 
 
-def _layer_cost(layer: Layer, found: Candidate) -> LayerCost:
+def _layer_cost(layer: Layer, found: PricedChoice) -> LayerCost:
     assert found.plan is not None
     name, new = layer.name, found.trial.layers.get(layer.name) if found.trial is not None else None
     choice = found.proposal.choices.layers.get(name, LayerChoice(reason=layer.refusal or "dense is enough"))

@@ -54,7 +54,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PricedChoice:
     """A proposal with its price, its plan and, as far as it came, its factors and its time.
 
     Attributes:
@@ -80,12 +80,12 @@ class Candidate:
         """Whether nothing speaks against it so far."""
         return not self.row.outcome
 
-    def told(self, **changes: Any) -> Candidate:
+    def told(self, **changes: Any) -> PricedChoice:
         """The same with other entries in its row."""
         return replace(self, row=replace(self.row, **changes))
 
 
-class Search:
+class JointSearch:
     """Finds the answer for one model and one set of limits.
 
     Args:
@@ -112,11 +112,11 @@ class Search:
         self._model, self._forward = model, forward
         self._pricer, self._proposer, self._limits, self._note = pricer, proposer, limits, note
         self._limit_s = pricer.dense.seconds * limits.slowdown
-        self._least: Candidate | None = None
+        self._least: PricedChoice | None = None
         self._seen: list[object] = []
         self.considered: dict[tuple[float, str], Considered] = {}
 
-    def run(self) -> Candidate:
+    def run(self) -> PricedChoice:
         """The answer.
 
         Raises:
@@ -130,7 +130,7 @@ class Search:
             self.keep(timed)
         raise self._infeasible()
 
-    def given(self, choices: Choices) -> Candidate:
+    def given(self, choices: Choices) -> PricedChoice:
         """The answer that choices describe, priced, judged and timed.
 
         Raises:
@@ -147,7 +147,7 @@ class Search:
             raise self._infeasible()
         return self.keep(found.told(outcome="given"))
 
-    def look(self, proposal: Proposal) -> Candidate:
+    def look(self, proposal: Proposal) -> PricedChoice:
         """Price a proposal and plan its step; its outcome says where it breaks the limits."""
         self._note()
         price = self._pricer.price(proposal.choices)
@@ -156,9 +156,9 @@ class Search:
         row = Considered(
             proposal.share, proposal.resource, price.parameters, keep_bytes, keep_bytes, 0.0, loss, 0.0, ""
         )
-        return self.keep(self._planned(Candidate(proposal, price.trace, price.state_bytes, row)))
+        return self.keep(self._planned(PricedChoice(proposal, price.trace, price.state_bytes, row)))
 
-    def _planned(self, found: Candidate) -> Candidate:
+    def _planned(self, found: PricedChoice) -> PricedChoice:
         budget = self._limits.peak_bytes
         floor = floor_bytes(found.trace)
         if budget is not None and floor > budget:
@@ -175,7 +175,7 @@ class Search:
             return found.told(outcome=f"too slow: {made.seconds / self._pricer.dense.seconds:.2f} dense steps expected")
         return found
 
-    def _ladder(self, resource: str) -> Iterator[Candidate]:
+    def _ladder(self, resource: str) -> Iterator[PricedChoice]:
         """Candidates that keep to the limits as far as is known, by falling share."""
         above = 1.0
         for share in SHARES:
@@ -192,18 +192,18 @@ class Search:
                         return
             above = share
 
-    def _at(self, share: float, resource: str) -> Candidate | None:
+    def _at(self, share: float, resource: str) -> PricedChoice | None:
         """A candidate, looked at; None where nothing is that cheap. One that was seen before is not looked at again."""
         proposal = self._proposer.propose(share, resource)
         if proposal is None:
             return None
         if proposal.choices.factorized in self._seen:
             row = Considered(share, resource, 0, 0, 0, 0.0, _UNKNOWN_LOSS, 0.0, "seen before")
-            return Candidate(proposal, self._pricer.dense, 0, row)
+            return PricedChoice(proposal, self._pricer.dense, 0, row)
         self._seen.append(proposal.choices.factorized)
         return self.look(proposal)
 
-    def judged(self, found: Candidate, exact: bool = False) -> Candidate:
+    def judged(self, found: PricedChoice, exact: bool = False) -> PricedChoice:
         """Compute a candidate's factors and measure what its ranks cost.
 
         Args:
@@ -222,10 +222,10 @@ class Search:
             found = found.told(outcome=f"its loss is over {self._limits.loss:g}")
         return self.keep(found)
 
-    def _loses_too_much(self, found: Candidate) -> bool:
+    def _loses_too_much(self, found: PricedChoice) -> bool:
         return self._limits.loss is not None and found.row.loss > self._limits.loss
 
-    def _by_loss(self, dense: Candidate) -> Iterator[Candidate]:
+    def _by_loss(self, dense: PricedChoice) -> Iterator[PricedChoice]:
         """By rising measured loss: the dense model, then of each ladder's next candidate the better one."""
         if dense.may_be:
             yield dense
@@ -237,12 +237,12 @@ class Search:
             heads = [pair for pair in heads if pair[1] is not ladder]
             heads += [(head, ladder) for head in (next(ladder, None),) if head is not None]
 
-    def _by_bytes(self, dense: Candidate) -> Iterator[Candidate]:
+    def _by_bytes(self, dense: PricedChoice) -> Iterator[PricedChoice]:
         found = [dense] if dense.may_be else []
         found += [candidate for resource in RESOURCES for candidate in self._ladder(resource)]
         yield from sorted(found, key=lambda candidate: candidate.row.peak_bytes)
 
-    def timed(self, found: Candidate) -> Candidate:
+    def timed(self, found: PricedChoice) -> PricedChoice:
         """Run a candidate's step under its plan, count its peak and time it in turns with the dense step."""
         self._note()
         model = self._model if found.trial is None else self._proposer.standing(found.trial)
@@ -263,7 +263,7 @@ class Search:
             return found.told(outcome=f"too slow: {turns.ratio:.2f} dense steps by the clock")
         return found
 
-    def keep(self, found: Candidate) -> Candidate:
+    def keep(self, found: PricedChoice) -> PricedChoice:
         """Note what is known of a candidate; the one of least peak is held for the error."""
         row = found.row
         self.considered[row.share, row.resource] = row

@@ -16,7 +16,7 @@ from ctdr_lightning.memory.bounds.lower_bound import lower_bound_seconds
 from ctdr_lightning.memory.plans.actions import Actions
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.search.fastest import Fastest
-from ctdr_lightning.memory.search.local_search import Search
+from ctdr_lightning.memory.search.local_search import LocalSearch
 from ctdr_lightning.memory.search.transfer import structure_of, transferred
 from ctdr_lightning.memory.simulator.prepared import Prepared, prepared
 from ctdr_lightning.memory.simulator.simulator import simulate
@@ -103,7 +103,7 @@ class ManyShapes:
         if timeline.peak_bytes <= limit_bytes and timeline.seconds <= bound_s * (1 + GOOD_ENOUGH):
             self.counts["transferred"] += 1
             return Plan(self._policy, timeline, limit_bytes, bound_s)
-        search = Search(step, allowance=POLISH_WORK)
+        search = LocalSearch(step, allowance=POLISH_WORK)
         attempt = Fastest(step, search, limit_bytes)
         attempt.polish([actions], gap)
         attempt.start(((1, 0.0),), gap)

@@ -22,7 +22,7 @@ from ctdr_lightning.memory.plans.actions import Actions, Compress, Keep, Offload
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES, Policy
 from ctdr_lightning.memory.search.fastest import NO_GAP, Fastest, smallest_within
-from ctdr_lightning.memory.search.local_search import Search
+from ctdr_lightning.memory.search.local_search import LocalSearch
 from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.schedule import judge
 from ctdr_lightning.memory.simulator.timeline import Timeline
@@ -101,12 +101,12 @@ def _is_asked(policy: Policy, trace: Trace, *, hopeless: bool) -> bool:
     return policy.answers_always or not hopeless
 
 
-def _search(step: Prepared, budget: Budget) -> Search:
+def _search(step: Prepared, budget: Budget) -> LocalSearch:
     n_ops = len(step.trace.ops)
     patience = budget.time_limit_s / USUAL_TIME_LIMIT_S
     allowance = patience * (WORK_AT_LEAST + WORK_PER_OP * n_ops)
     stop_s = time.thread_time() + budget.time_limit_s * (1 + n_ops / OPS_PER_TIME_LIMIT)
-    return Search(step, budget.seed, allowance, lambda: time.thread_time() > stop_s)
+    return LocalSearch(step, budget.seed, allowance, lambda: time.thread_time() > stop_s)
 
 
 def _rank(made: Timeline, budget: Budget) -> tuple[bool, float, float]:

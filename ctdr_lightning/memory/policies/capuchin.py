@@ -45,7 +45,7 @@ FEEDBACK_STEPS = 20  # a whole swap's time, in steps of a twentieth
 
 
 @dataclass
-class Candidate:
+class Recomputable:
     """A tensor that may be recomputed.
 
     Attributes:
@@ -87,7 +87,7 @@ def _plans(step: Prepared, budget: Budget) -> Iterator[Actions]:
 
 def _recomputed(step: Prepared, budget: Budget) -> Actions:
     """The one plan that fits, or where there is no limit the one with the least peak that is passed."""
-    trace, simulator, chosen = step.trace, Simulator(step), dict[int, Candidate]()
+    trace, simulator, chosen = step.trace, Simulator(step), dict[int, Recomputable]()
     candidates = candidates_of(trace)
     least, best = simulator.peak_bytes, dict(simulator.actions)
     while budget.peak_bytes is None or simulator.peak_bytes > budget.peak_bytes:
@@ -105,7 +105,7 @@ def _recomputed(step: Prepared, budget: Budget) -> Actions:
 
 def _hybrid(step: Prepared, budget: Budget) -> Actions:
     """Swap or recompute, one tensor after the other."""
-    trace, simulator, chosen = step.trace, Simulator(step), dict[int, Candidate]()
+    trace, simulator, chosen = step.trace, Simulator(step), dict[int, Recomputable]()
     candidates = candidates_of(trace)
     link = link_to(trace, largest_link(trace))
     starts_s = simulator.base_starts_s()
@@ -166,17 +166,17 @@ def _triggered_earlier(step: Prepared, actions: Actions) -> Iterator[Actions]:
             now[value] = Offload(link.to, (), inputs[value].read, -1, back)
 
 
-def candidates_of(trace: Trace) -> dict[int, Candidate]:
+def candidates_of(trace: Trace) -> dict[int, Recomputable]:
     """Every saved tensor that can be recomputed, as if all others were there."""
     found = {}
     for value in trace.saved:
         if value in trace.droppable:
             sources, seconds = _back_to_saved(trace, value)
-            found[value] = Candidate(value, trace.value_bytes(value), sources, seconds)
+            found[value] = Recomputable(value, trace.value_bytes(value), sources, seconds)
     return found
 
 
-def take(pick: Candidate, candidates: dict[int, Candidate], chosen: dict[int, Candidate]) -> None:
+def take(pick: Recomputable, candidates: dict[int, Recomputable], chosen: dict[int, Recomputable]) -> None:
     """Choose a tensor, and bring the times of those that are connected with it up to date (Algorithm 2)."""
     del candidates[pick.value]
     chosen[pick.value] = pick

@@ -41,7 +41,7 @@ _ALL_CHOICE = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class ChainLink:
     """One stage of a plain chain, in the paper's terms.
 
     Attributes:
@@ -103,7 +103,7 @@ class Table:
         return steps
 
 
-def solve(links: Sequence[Link], input_bytes: int, slot_bytes: float, n_slots: int = 500) -> Table:
+def solve(links: Sequence[ChainLink], input_bytes: int, slot_bytes: float, n_slots: int = 500) -> Table:
     """Fill the table of a chain.
 
     Args:
@@ -143,7 +143,7 @@ def _slots(n_bytes: Sequence[float] | np.ndarray, slot_bytes: float) -> np.ndarr
     return np.ceil(np.asarray(n_bytes, dtype=float) / slot_bytes - 1e-9).astype(int)
 
 
-def _least_slots(links: Sequence[Link], held: np.ndarray, slot_bytes: float) -> np.ndarray:
+def _least_slots(links: Sequence[ChainLink], held: np.ndarray, slot_bytes: float) -> np.ndarray:
     """What each part of the chain takes at the very least: at its first pass, or at the backward of its only stage."""
     n = len(links)
     passes = [held[j] * (j > 0) + held[j + 1] + links[j].forward_temp_bytes for j in range(n)]
@@ -205,20 +205,20 @@ def rotor(step: Prepared, budget: Budget, options: RotorOptions) -> Timeline:
     return choose(step, candidates, budget, "rotor", chain.note)
 
 
-def links_of(step: Prepared, chain: Chain) -> list[Link]:
+def links_of(step: Prepared, chain: Chain) -> list[ChainLink]:
     """The chain in the paper's terms.
 
     What a stage's backward takes is read off the plain step, less what the stages before it hold there; what its
     forward takes in a pass that keeps nothing is what no plan can free meanwhile.
     """
     trace, plain, held = step.trace, step.plain_bytes_at, lives_of(step).bytes_at
-    links: list[Link] = []
+    links: list[ChainLink] = []
     input_bytes, floor = 0, trace.resident_bytes
     for stage in chain.stages:
         forward = max((int(held[t]) for t in stage.forward_ticks), default=0) - trace.resident_bytes
         backward = max((int(plain[t]) for t in stage.backward_ticks), default=0) - floor
         links.append(
-            Link(
+            ChainLink(
                 stage.forward_seconds,
                 stage.backward_seconds,
                 stage.output_bytes,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from ctdr_lightning.memory.bounds.lower_bound import lower_bound_seconds
 from ctdr_lightning.memory.plans.actions import RECOMPUTE_EACH, Actions
 from ctdr_lightning.memory.search.frontier import Point
-from ctdr_lightning.memory.search.local_search import Search
+from ctdr_lightning.memory.search.local_search import LocalSearch
 from ctdr_lightning.memory.search.rounding import relaxed_plans
 from ctdr_lightning.memory.simulator.prepared import Prepared
 
@@ -51,10 +51,10 @@ class Fastest:
         bound_s: No plan under the peak is faster.
 
     Example:
-        ``Fastest(step, Search(step), limit).run().seconds``
+        ``Fastest(step, LocalSearch(step), limit).run().seconds``
     """
 
-    def __init__(self, step: Prepared, search: Search, limit_bytes: int) -> None:
+    def __init__(self, step: Prepared, search: LocalSearch, limit_bytes: int) -> None:
         self._step = step
         self._search = search
         self._limit = limit_bytes
@@ -131,7 +131,7 @@ class Fastest:
                 return
 
 
-def smallest_within(step: Prepared, search: Search, seconds: float) -> Point:
+def smallest_within(step: Prepared, search: LocalSearch, seconds: float) -> Point:
     """The plan with the least peak that takes no longer, by halving the peaks between the least and the plain one."""
     low, high = step.trace.resident_bytes, step.plain_peak_bytes
     for _ in range(N_HALVINGS):

@@ -20,7 +20,7 @@ import numpy as np
 from ctdr_lightning.memory.plans.actions import Actions
 from ctdr_lightning.memory.search.frontier import CHOICES, Frontier, Point
 from ctdr_lightning.memory.search.moves import Moves
-from ctdr_lightning.memory.simulator.journal import Trial
+from ctdr_lightning.memory.simulator.journal import Outcome
 from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.simulator import Simulator
 from ctdr_lightning.memory.traces.trace import Trace
@@ -46,7 +46,7 @@ FRUITLESS_TRIES = 40
 _NOTHING_S = 1e-12
 
 
-class Search:
+class LocalSearch:
     """A search for the best plans of one trace.
 
     Args:
@@ -59,7 +59,7 @@ class Search:
         frontier: The best plans so far.
 
     Example:
-        ``search = Search(trace); search.polish({}, limit); search.frontier.at(limit)``
+        ``search = LocalSearch(trace); search.polish({}, limit); search.frontier.at(limit)``
     """
 
     def __init__(
@@ -258,7 +258,7 @@ def _price(seconds: np.ndarray | float, gain: np.ndarray | int) -> np.ndarray | 
     return np.where(np.asarray(seconds) > _NOTHING_S, seconds / gain, -1.0 * gain)
 
 
-def _excess_taken(trial: Trial, live: np.ndarray, limit: int) -> int:
+def _excess_taken(trial: Outcome, live: np.ndarray, limit: int) -> int:
     """Bytes that a move takes out of the ticks above ``limit``, less what it adds above it."""
     taken = 0
     for first, end, level in trial.segments:
@@ -267,5 +267,5 @@ def _excess_taken(trial: Trial, live: np.ndarray, limit: int) -> int:
     return taken
 
 
-def _fits(trial: Trial, live: np.ndarray, limit: int) -> bool:
+def _fits(trial: Outcome, live: np.ndarray, limit: int) -> bool:
     return all(level <= 0 or int(live[first:end].max()) + level <= limit for first, end, level in trial.segments)

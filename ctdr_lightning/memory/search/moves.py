@@ -14,7 +14,7 @@ import numpy as np
 
 from ctdr_lightning.memory.plans.actions import Action, Actions
 from ctdr_lightning.memory.search.frontier import CHOICES
-from ctdr_lightning.memory.simulator.journal import Trial
+from ctdr_lightning.memory.simulator.journal import Outcome
 from ctdr_lightning.memory.simulator.simulator import Simulator
 
 # Stretches of the timeline that are remembered of a move, the largest: arrays of one width let all moves be weighed at
@@ -74,7 +74,7 @@ class Moves:
         np.cumsum(where, out=counts[1:])
         return ((counts[self._end] - counts[self._first]) * self._level).sum(axis=1)
 
-    def look(self, move: int) -> Trial:
+    def look(self, move: int) -> Outcome:
         """Simulate a move again."""
         item, choice = divmod(move, len(CHOICES))
         trial = self.simulator.trial({self.items[item]: CHOICES[choice]})

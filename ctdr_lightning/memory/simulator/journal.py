@@ -12,7 +12,7 @@ from ctdr_lightning.memory.simulator.timeline import Segments
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class Outcome:
     """What a change of actions would do.
 
     Attributes:

@@ -25,7 +25,7 @@ from ctdr_lightning.memory.plans.actions import (
 from ctdr_lightning.memory.simulator.away import AwayEffect, away_effect, link_to
 from ctdr_lightning.memory.simulator.effect import Effect, effect_of
 from ctdr_lightning.memory.simulator.groups import Flags, Group, Groups
-from ctdr_lightning.memory.simulator.journal import Journal, Trial
+from ctdr_lightning.memory.simulator.journal import Journal, Outcome
 from ctdr_lightning.memory.simulator.prepared import Prepared, prepared
 from ctdr_lightning.memory.simulator.timeline import Segments, Timeline, segments_of
 from ctdr_lightning.memory.simulator.transfers import Transfers, Trip, play, tick_seconds
@@ -119,10 +119,10 @@ class Simulator:
         self._move(segments_of(self._journal.steps), -1)
         self._revert()
 
-    def trial(self, actions: Actions) -> Trial:
+    def trial(self, actions: Actions) -> Outcome:
         """What a change would do. Nothing is changed, but a change before it can no longer be undone."""
         self._alter(actions)
-        found = Trial(self._recompute_s - self._journal.seconds, segments_of(self._journal.steps))
+        found = Outcome(self._recompute_s - self._journal.seconds, segments_of(self._journal.steps))
         self._revert()
         return found
 

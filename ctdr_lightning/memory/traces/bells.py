@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from ctdr_lightning.basics.remembered import Remembered
 from ctdr_lightning.memory.traces.trace import Save, Trace
-
-_BELLS: Remembered[dict[int, int]] = Remembered()
 
 
 def bells_of(trace: Trace) -> dict[int, int]:
@@ -16,7 +13,7 @@ def bells_of(trace: Trace) -> dict[int, int]:
     A tape tells saves apart by the op after which they were made alone. So a place is of use where everything that is
     saved there is asked for together: by one node of autograd, with no op in between.
     """
-    return _BELLS.get(trace, "bells", lambda: _find(trace))
+    return trace.once("bells", lambda: _find(trace))
 
 
 def _find(trace: Trace) -> dict[int, int]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from ctdr_lightning.basics.remembered import Remembered
 from ctdr_lightning.memory.traces.op_kinds import base_name
 from ctdr_lightning.memory.traces.trace import OpRecord, Trace
 
@@ -51,12 +50,9 @@ class Facts:
     item_bytes: int
 
 
-_FACTS: Remembered[tuple[Facts, ...]] = Remembered()
-
-
 def facts_of(trace: Trace) -> tuple[Facts, ...]:
     """The facts about each value of a trace, found once."""
-    return _FACTS.get(trace, "facts", lambda: _find(trace))
+    return trace.once("facts", lambda: _find(trace))
 
 
 def _find(trace: Trace) -> tuple[Facts, ...]:

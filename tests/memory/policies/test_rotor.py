@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.memory import POLICIES, Budget, simulate
-from ctdr_lightning.memory.policies.rotor import ALL, BACKWARD, CHECKPOINT, NONE, Link, actions_of, solve
+from ctdr_lightning.memory.policies.rotor import ALL, BACKWARD, CHECKPOINT, NONE, ChainLink, actions_of, solve
 from ctdr_lightning.memory.search.chain import find_chain
 from tests.memory.graphs import GRAPHS, chain, graph_trace
 
-UNIFORM = Link(forward_s=1, backward_s=2, output_bytes=1, saved_bytes=1)
+UNIFORM = ChainLink(forward_s=1, backward_s=2, output_bytes=1, saved_bytes=1)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def _moves(memory, n, behind, items, at, budget):
 
 
 links_ = st.builds(
-    lambda forward, backward, output, inside, forward_temp, backward_temp: Link(
+    lambda forward, backward, output, inside, forward_temp, backward_temp: ChainLink(
         forward, backward, output, output + inside, forward_temp, backward_temp
     ),
     st.integers(1, 5), st.integers(1, 9), st.integers(1, 4), st.integers(0, 6), st.integers(0, 2), st.integers(0, 3),
@@ -143,21 +143,21 @@ def test_no_persistent_schedule_is_faster(links, input_bytes, budget):
 
 
 def test_times_fall_as_slots_rise():
-    table = solve([Link(1 + i % 3, 2, 1 + i % 4, 3 + i % 5) for i in range(20)], 1, 1, 120)
+    table = solve([ChainLink(1 + i % 3, 2, 1 + i % 4, 3 + i % 5) for i in range(20)], 1, 1, 120)
     times = table.seconds[0, -1]
     assert np.all(np.diff(times[np.isfinite(times)]) <= 1e-9)
     assert times[-1] == sum(1 + i % 3 + 2 for i in range(20))
 
 
 def test_rounding_to_slots_never_promises_too_much():
-    links = [Link(1, 2, 10 + i, 25 + 3 * i, 2, 4) for i in range(8)]
+    links = [ChainLink(1, 2, 10 + i, 25 + 3 * i, 2, 4) for i in range(8)]
     coarse = solve(links, 10, 7.0, 60)
     for slots in np.flatnonzero(np.isfinite(coarse.seconds[0, -1])):
         assert played(links, 10, coarse.schedule(slots))[1] <= 7.0 * slots
 
 
 def test_a_hundred_stages_are_planned_at_once():
-    links = [Link(1 + i % 7, 2 + i % 5, 1 + i % 4, 3 + i % 9) for i in range(100)]
+    links = [ChainLink(1 + i % 7, 2 + i % 5, 1 + i % 4, 3 + i % 9) for i in range(100)]
     start = time.perf_counter()
     table = solve(links, 1, 1.2, 500)
     assert time.perf_counter() - start < 20  # half a second on a free core
@@ -187,7 +187,7 @@ def test_policy_says_that_there_is_no_chain():
 def test_tape_takes_no_longer_than_the_schedule_where_no_stage_is_passed_thrice():
     trace = graph_trace(chain([8] * 24))
     found = find_chain(trace)
-    links = [Link(s.forward_seconds, s.backward_seconds, s.output_bytes, s.saved_bytes) for s in found.stages]
+    links = [ChainLink(s.forward_seconds, s.backward_seconds, s.output_bytes, s.saved_bytes) for s in found.stages]
     table = solve(links, 0, 1, 300)
     for slots in range(60, 300, 20):
         if np.isfinite(table.seconds[0, -1, slots]):

@@ -8,7 +8,7 @@ import pytest
 from ctdr_lightning.basics.errors import CTDRError
 from ctdr_lightning.memory import Trace, plan, simulate
 from ctdr_lightning.memory.policies import POLICIES, Budget
-from ctdr_lightning.memory.search.local_search import Search
+from ctdr_lightning.memory.search.local_search import LocalSearch
 from tests.memory.graphs import Node, chain, graph_trace
 
 
@@ -25,7 +25,7 @@ def bare_steps():
 @pytest.mark.parametrize(("name", "trace"), list(bare_steps()))
 def test_a_step_with_nothing_to_search_ends(name, trace, resident_bytes):
     standing = replace(trace, resident_bytes=trace.resident_bytes + resident_bytes)
-    search = Search(standing)
+    search = LocalSearch(standing)
     search.deepen(lambda point: False)
     search.improve(0, lambda: False)
     assert search.frontier.least.peak_bytes == simulate(standing).peak_bytes

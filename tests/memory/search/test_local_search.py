@@ -8,7 +8,7 @@ from ctdr_lightning.memory import KEEP, RECOMPUTE, RECOMPUTE_EACH, Prepared, Sim
 from ctdr_lightning.memory.bounds.lower_bound import lower_bound_seconds
 from ctdr_lightning.memory.search.fastest import Fastest, smallest_within
 from ctdr_lightning.memory.search.frontier import CHOICES, Frontier
-from ctdr_lightning.memory.search.local_search import Search
+from ctdr_lightning.memory.search.local_search import LocalSearch
 from ctdr_lightning.memory.search.moves import Moves
 from ctdr_lightning.memory.search.rounding import relaxed_plans
 from tests.memory.graphs import GRAPHS, Node, chain, dense_block, graph_trace, residual, u_net
@@ -36,10 +36,10 @@ def test_it_finds_the_best_plans_of_small_graphs(nodes):
     trace = graph_trace(nodes)
     best = every_plan(trace)
     for point in best:
-        found = Fastest(Prepared(trace), Search(trace), point.peak_bytes).run()
+        found = Fastest(Prepared(trace), LocalSearch(trace), point.peak_bytes).run()
         assert found.peak_bytes <= point.peak_bytes
         assert found.seconds <= 1.03 * point.seconds
-    below = Fastest(Prepared(trace), Search(trace), best.least.peak_bytes - 1).run()
+    below = Fastest(Prepared(trace), LocalSearch(trace), best.least.peak_bytes - 1).run()
     assert below.peak_bytes == best.least.peak_bytes
 
 
@@ -47,7 +47,7 @@ def test_it_finds_the_best_plans_of_small_graphs(nodes):
 def test_every_point_is_what_the_simulator_says(nodes):
     trace = graph_trace(nodes)
     plain = simulate(trace)
-    search = Search(trace)
+    search = LocalSearch(trace)
     Fastest(Prepared(trace), search, int(0.6 * plain.peak_bytes)).run()
     for point in search.frontier:
         timeline = simulate(trace, search.frontier.actions(point))
@@ -56,7 +56,7 @@ def test_every_point_is_what_the_simulator_says(nodes):
 
 
 def searched(trace, limit_bytes, **options):
-    search = Search(trace, **options)
+    search = LocalSearch(trace, **options)
     search.polish({}, limit_bytes)
     search.improve(limit_bytes, lambda: False)
     return search
@@ -80,7 +80,7 @@ def test_it_stops_when_it_is_told_to():
 
 def test_deepening_goes_below_what_was_found():
     trace = graph_trace(residual(12))
-    search = Search(trace)
+    search = LocalSearch(trace)
     search.polish({}, int(0.8 * simulate(trace).peak_bytes))
     least = search.frontier.least.peak_bytes
     search.deepen(lambda point: point.peak_bytes < least)
@@ -91,14 +91,14 @@ def test_starts_are_no_worse_than_they_were():
     trace = graph_trace(residual(6))
     start = dict.fromkeys(trace.saved, RECOMPUTE)
     timeline = simulate(trace, start)
-    search = Search(trace)
+    search = LocalSearch(trace)
     assert search.polish(start, timeline.peak_bytes)
     assert search.frontier.at(timeline.peak_bytes).seconds <= timeline.seconds
 
 
 def test_a_step_without_anything_to_drop():
     trace = graph_trace([Node((), 4, saved=False)])
-    point = Fastest(Prepared(trace), Search(trace), 1).run()
+    point = Fastest(Prepared(trace), LocalSearch(trace), 1).run()
     assert point.peak_bytes == simulate(trace).peak_bytes
 
 
@@ -121,7 +121,7 @@ def test_the_smallest_within_a_time_takes_no_longer():
     trace = graph_trace(residual(8))
     peaks = []
     for slowdown in (1.0, 1.1, 1.2, 1.4):
-        point = smallest_within(Prepared(trace), Search(trace), slowdown * trace.seconds)
+        point = smallest_within(Prepared(trace), LocalSearch(trace), slowdown * trace.seconds)
         assert point.seconds <= slowdown * trace.seconds
         peaks.append(point.peak_bytes)
     assert peaks == sorted(peaks, reverse=True)
@@ -154,7 +154,7 @@ def test_moves_follow_the_plan():
 
 
 def test_a_block_of_work_ends_where_the_whole_does():
-    search = Search(graph_trace(GRAPHS["residual"]), allowance=10_000)
+    search = LocalSearch(graph_trace(GRAPHS["residual"]), allowance=10_000)
     with search.at_most(0.0):
         assert search.done()
         assert not search.polish({}, 1)
