@@ -14,7 +14,7 @@ from ctdr_lightning.basics.interrupts import interrupts_held
 from ctdr_lightning.decomposition.algorithms.solvers import SOLVERS
 from ctdr_lightning.decomposition.choose.batches import Batches, Step
 from ctdr_lightning.decomposition.choose.choices import Choices, checked
-from ctdr_lightning.decomposition.choose.costs import CostModel, samples, stage_costs, weigh
+from ctdr_lightning.decomposition.choose.costs import CostModel, factor_costs, samples, weigh
 from ctdr_lightning.decomposition.choose.observe import with_given_shapes, with_shapes
 from ctdr_lightning.decomposition.choose.propose import MethodLike, Request, propose
 from ctdr_lightning.decomposition.choose.rank import RankLike
@@ -204,8 +204,8 @@ def _flops(layer: Layer, factorized: FactorizedLayer | None) -> tuple[int, int]:
     shapes = layer.calls or (nominal,)
     n_samples = max(samples(geometry, shapes[0])[0] if geometry.kernel else shapes[0][0], 1)
     found = METHODS[factorized.method].at(geometry, factorized.ranks) if factorized else None
-    before = sum(stage.flops for shape in shapes for stage in stage_costs(geometry, None, shape))
-    after = sum(stage.flops for shape in shapes for stage in stage_costs(geometry, found, shape))
+    before = sum(factor.flops for shape in shapes for factor in factor_costs(geometry, None, shape))
+    after = sum(factor.flops for shape in shapes for factor in factor_costs(geometry, found, shape))
     return before // n_samples, after // n_samples
 
 

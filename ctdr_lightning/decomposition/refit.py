@@ -113,7 +113,7 @@ def refit(model: nn.Module, factorized: Mapping[str, FactorizedLayer], record: D
     handles = []
     for name, layer in factorized.items():
         if name in record.targets:
-            last = layer.stages[-1]
+            last = layer.factor_layers[-1]
             handles.append(last.register_forward_pre_hook(_fitting(name, layer, record)))
     try:
         with untouched(model, training=False), _norm_inputs(model, correct):
@@ -146,14 +146,14 @@ def fit_last_factor(layer: FactorizedLayer, hidden: Tensor, chosen: Tensor, targ
 
     Args:
         layer: Changed in place.
-        hidden: Input of its last stage.
+        hidden: Input of its last factor.
         chosen: Rows (output positions over the whole batch) that are fitted, shape (n,).
         target: The dense layer's outputs there, shape (n, out).
         absorbed: Whether what comes behind takes the outputs' mean away.
     """
-    stage, module = layer.stage_geometries[-1], layer.stages[-1]
-    design = _design(stage, hidden, chosen) if METHODS[layer.method].chained else hidden[chosen].float()
-    weight = stage.canonical(weight_of(module).detach()).float()
+    factor, module = layer.factor_geometries[-1], layer.factor_layers[-1]
+    design = _design(factor, hidden, chosen) if METHODS[layer.method].chained else hidden[chosen].float()
+    weight = factor.canonical(weight_of(module).detach()).float()
     start = weight.flatten(2)
     centred = absorbed or layer.bias is not None
     wanted = target.reshape(len(target), design.shape[1], -1)
@@ -163,7 +163,7 @@ def fit_last_factor(layer: FactorizedLayer, hidden: Tensor, chosen: Tensor, targ
     found = _least_squares(design - middle, wanted - offset, start, shared)
     if found is None:
         return
-    weight_of(module).copy_(stage.native(found.reshape(weight.shape)))
+    weight_of(module).copy_(factor.native(found.reshape(weight.shape)))
     if (bias := layer.bias) is not None:
         product = middle @ found[0].T if shared else torch.einsum("gf,gof->go", middle, found)
         bias.copy_((offset - product).flatten())
@@ -187,39 +187,39 @@ def _least_squares(design: Tensor, wanted: Tensor, start: Tensor, shared: bool) 
     return start + change if float(better.square().sum()) < float(left.square().sum()) else None
 
 
-def _design(stage: Geometry, hidden: Tensor, chosen: Tensor) -> Tensor:
-    """What the stage multiplies its weight with at the chosen output positions, shape (n, groups, in * taps)."""
-    if stage.n_taps == 1:
-        rows = channel_rows(stage, hidden)[chosen]
-        return rows.reshape(len(chosen), stage.groups, -1).float()
-    windows = _windows(stage, hidden)  # (batch, channels, *axes, *taps), a view
-    axes = windows.shape[2 : 2 + stage.n_axes]
+def _design(factor: Geometry, hidden: Tensor, chosen: Tensor) -> Tensor:
+    """What the factor multiplies its weight with at the chosen output positions, shape (n, groups, in * taps)."""
+    if factor.n_taps == 1:
+        rows = channel_rows(factor, hidden)[chosen]
+        return rows.reshape(len(chosen), factor.groups, -1).float()
+    windows = _windows(factor, hidden)  # (batch, channels, *axes, *taps), a view
+    axes = windows.shape[2 : 2 + factor.n_axes]
     place = torch.unravel_index(chosen, (len(windows), *axes))
-    rows = windows.movedim(1, 1 + stage.n_axes)[place]  # (n, channels, *taps)
-    return rows.reshape(len(chosen), stage.groups, -1).float()
+    rows = windows.movedim(1, 1 + factor.n_axes)[place]  # (n, channels, *taps)
+    return rows.reshape(len(chosen), factor.groups, -1).float()
 
 
-def _windows(stage: Geometry, x: Tensor) -> Tensor:
+def _windows(factor: Geometry, x: Tensor) -> Tensor:
     """The window of x under the kernel at each output position, for convolutions and transposed ones."""
-    x = x if x.ndim == stage.n_axes + 2 else x[None]
+    x = x if x.ndim == factor.n_axes + 2 else x[None]
     pads: list[tuple[int, int]] = []
-    for axis, (size, step) in enumerate(zip(stage.kernel, stage.dilation, strict=True)):
+    for axis, (size, step) in enumerate(zip(factor.kernel, factor.dilation, strict=True)):
         reach = step * (size - 1)
-        if stage.padding == "same":
+        if factor.padding == "same":
             pads.append((reach // 2, reach - reach // 2))
         else:
-            pad = 0 if isinstance(stage.padding, str) else stage.padding[axis]
-            extra = stage.output_padding[axis] if stage.transposed else 0
-            pads.append((reach - pad, reach - pad + extra) if stage.transposed else (pad, pad))
-    strides = stage.stride
-    if stage.transposed:
-        x, strides = _spread(x, stage.stride), (1,) * stage.n_axes
+            pad = 0 if isinstance(factor.padding, str) else factor.padding[axis]
+            extra = factor.output_padding[axis] if factor.transposed else 0
+            pads.append((reach - pad, reach - pad + extra) if factor.transposed else (pad, pad))
+    strides = factor.stride
+    if factor.transposed:
+        x, strides = _spread(x, factor.stride), (1,) * factor.n_axes
     flat = [side for pair in reversed(pads) for side in pair]
-    mode = "constant" if stage.padding_mode == "zeros" else stage.padding_mode
+    mode = "constant" if factor.padding_mode == "zeros" else factor.padding_mode
     x = F.pad(x, flat, mode=mode)
-    for axis, (size, step, stride) in enumerate(zip(stage.kernel, stage.dilation, strides, strict=True)):
+    for axis, (size, step, stride) in enumerate(zip(factor.kernel, factor.dilation, strides, strict=True)):
         x = x.unfold(2 + axis, step * (size - 1) + 1, stride)[..., ::step]
-    return x.flip(tuple(range(-stage.n_axes, 0))) if stage.transposed else x
+    return x.flip(tuple(range(-factor.n_axes, 0))) if factor.transposed else x
 
 
 def _spread(x: Tensor, strides: Sequence[int]) -> Tensor:

@@ -22,7 +22,7 @@ from ctdr_lightning.basics.interrupts import interrupts_held, put_back_after
 from ctdr_lightning.basics.parallel import each
 from ctdr_lightning.decomposition.choose.batches import untouched
 from ctdr_lightning.decomposition.choose.choices import Choices
-from ctdr_lightning.decomposition.choose.costs import stage_costs
+from ctdr_lightning.decomposition.choose.costs import factor_costs
 from ctdr_lightning.decomposition.choose.divergence import Judge
 from ctdr_lightning.decomposition.choose.rank_search import RankSearch, Start
 from ctdr_lightning.decomposition.choose.select import Layer, on_processor
@@ -138,7 +138,7 @@ class Bench:
                 new = trial.layers.get(name)
                 candidate = METHODS[new.method].at(layer.geometry, new.ranks) if new is not None else None
                 forward += sum(
-                    s.flops for call in layer.calls or () for s in stage_costs(layer.geometry, candidate, call)
+                    s.flops for call in layer.calls or () for s in factor_costs(layer.geometry, candidate, call)
                 )
         return 3.0 * forward
 

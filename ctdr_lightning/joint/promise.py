@@ -79,5 +79,5 @@ def _as_input(shape: tuple[int, ...], layer: FactorizedLayer) -> tuple[int, ...]
 
 
 def _job(layer: FactorizedLayer, shape: tuple[int, ...]) -> Job:
-    weight = weight_of(layer.stages[0])
+    weight = weight_of(layer.factor_layers[0])
     return Job(layer.geometry, layer.method, layer.ranks, shape, weight.dtype, weight.device, is_channels_last(weight))

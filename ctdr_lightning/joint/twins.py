@@ -50,8 +50,8 @@ def structure_of(model: M, choices: Choices) -> M:
             choice = wanted[name]
             assert choice.method is not None
             new = factorized(layer, KINDS[kind].geometry(layer), choice.method, choice.ranks)
-            for stage in new.stages:
-                nn.init.normal_(weight_of(stage), std=_STD)
+            for factor in new.factor_layers:
+                nn.init.normal_(weight_of(factor), std=_STD)
             swaps[layer] = new
     replace_everywhere(twin, swaps | follow_owners(twin, swaps))
     return twin

@@ -74,14 +74,15 @@ class DigitsData(LightningDataModule):
         if self.trainer is None or not self.trainer.training:
             return batch
         images, labels = batch
-        return _shift_and_noise(images, max_shift=self.image_size // 16), labels
+        return shift_and_noise(images, max_shift=self.image_size // 16), labels
 
 
 def _epoch_batches(data: LightningDataModule) -> float:
     return float("inf") if data.trainer is None else data.trainer.num_training_batches
 
 
-def _shift_and_noise(images: Tensor, max_shift: int) -> Tensor:
+def shift_and_noise(images: Tensor, max_shift: int) -> Tensor:
+    """Roll a batch of images (N, C, H, W) by up to so many pixels each way, and add noise of deviation 0.15."""
     dx, dy = torch.randint(-max_shift, max_shift + 1, (2,)).tolist()
     return torch.roll(images, (dx, dy), (2, 3)) + 0.15 * torch.randn_like(images)
 

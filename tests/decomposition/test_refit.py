@@ -82,9 +82,9 @@ def test_a_last_factor_is_the_least_squares_solution():
     record = DenseRecord(model, [layer], Batches.draw([x], 1, None))
     with standing(model, {"0": layer}, {"0": new}):
         refit(model, {"0": new}, record)
-    hidden = torch.cat((new.stages[0](x), torch.ones(len(x), 1)), 1).detach()
+    hidden = torch.cat((new.factor_layers[0](x), torch.ones(len(x), 1)), 1).detach()
     best = torch.linalg.lstsq(hidden.double(), model(x).detach().double()).solution
-    found = torch.cat((new.stages[1].weight.T, new.bias[None]))
+    found = torch.cat((new.factor_layers[1].weight.T, new.bias[None]))
     torch.testing.assert_close(found.double(), best, rtol=0.03, atol=0.03)
 
 

@@ -39,7 +39,7 @@ def test_a_method_of_ones_own_decomposes_merges_and_is_restored():
         report = decompose(ours, rank=4, method="orthonormal_svd")
         assert {row.method for row in report.factorized} == {"orthonormal_svd"}
         torch.testing.assert_close(ours(x), usual(x), rtol=1e-4, atol=1e-5)
-        last = ours[4].stages[-1].weight
+        last = ours[4].factor_layers[-1].weight
         torch.testing.assert_close(last.T @ last, torch.eye(4), rtol=1e-4, atol=1e-5)
         again = restore(network(), ours.state_dict())
         assert torch.equal(again.eval()(x), ours.eval()(x))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ctdr_lightning.basics.errors import ConfigError
-from ctdr_recipes.data import DigitsData, ImageFolderData, _shift_and_noise
+from ctdr_recipes.data import DigitsData, ImageFolderData, shift_and_noise
 
 
 def test_digits_are_split_without_overlap_and_alike_every_time():
@@ -30,7 +30,7 @@ def test_digits_batches_have_one_shape():
 def test_augmentation_moves_pixels_and_keeps_the_shape():
     images = torch.zeros(2, 1, 16, 16)
     images[:, :, 8, 8] = 10
-    moved = _shift_and_noise(images, max_shift=2)
+    moved = shift_and_noise(images, max_shift=2)
     assert moved.shape == images.shape
     rows, columns = (moved[0, 0] > 5).nonzero()[0].tolist()
     assert abs(rows - 8) <= 2

@@ -48,13 +48,24 @@ def _noise_variance(energy: Tensor, columns: int, alpha: float, edge: float) -> 
     low = max(low, high * 1e-12)
     for _ in range(_REFINEMENTS):
         grid = torch.logspace(math.log10(low), math.log10(max(high, low)), _GRID, dtype=torch.float64)
-        best = int(_free_energy(energy, grid, columns, alpha, edge).argmin())
+        best = int(free_energy(energy, grid, columns, alpha, edge).argmin())
         low, high = float(grid[max(best - 1, 0)]), float(grid[min(best + 1, _GRID - 1)])
     return float(grid[best])
 
 
-def _free_energy(energy: Tensor, variances: Tensor, columns: int, alpha: float, edge: float) -> Tensor:
-    """Free energy, up to constants, for each variance (v,) of squared singular values (n,); shape (v,)."""
+def free_energy(energy: Tensor, variances: Tensor, columns: int, alpha: float, edge: float) -> Tensor:
+    """Free energy, up to constants, of each assumed noise variance.
+
+    Args:
+        energy: Squared singular values, shape (n,).
+        variances: Noise variances, shape (v,).
+        columns: Columns of the matrix, which has no more rows than columns.
+        alpha: Rows over columns.
+        edge: Least scaled energy of a component that is kept.
+
+    Returns:
+        Shape (v,); the least is the likeliest variance.
+    """
     x = energy[None] / (columns * variances[:, None])
     large = x > edge
     safe = torch.where(large, x, edge)

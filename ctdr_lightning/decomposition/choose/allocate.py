@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ctdr_lightning.basics.registry import Registry
 from ctdr_lightning.decomposition.algorithms.linalg import working
-from ctdr_lightning.decomposition.choose.costs import CostModel, predicted_seconds, stage_costs, weigh
+from ctdr_lightning.decomposition.choose.costs import CostModel, factor_costs, predicted_seconds, weigh
 from ctdr_lightning.decomposition.choose.select import Layer
 from ctdr_lightning.decomposition.methods import Candidate, KeepDenseError, Method, RankTable
 
@@ -42,7 +42,7 @@ def parameters(layer: Layer, candidate: Candidate | None, costs: CostModel) -> f
 def flops(layer: Layer, candidate: Candidate | None, costs: CostModel) -> float:
     """Operations of a forward at the layer's input shapes."""
     assert layer.geometry is not None
-    return float(sum(s.flops for shape in layer.calls or () for s in stage_costs(layer.geometry, candidate, shape)))
+    return float(sum(s.flops for shape in layer.calls or () for s in factor_costs(layer.geometry, candidate, shape)))
 
 
 @RESOURCES.register("memory")

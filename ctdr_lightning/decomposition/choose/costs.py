@@ -19,7 +19,7 @@ from ctdr_lightning.basics.units import format_bytes
 from ctdr_lightning.decomposition.choose.select import Layer
 from ctdr_lightning.decomposition.choose.stopwatch import Job, step_seconds
 from ctdr_lightning.decomposition.methods import Candidate, KeepDenseError
-from ctdr_lightning.decomposition.methods.base import StageCost
+from ctdr_lightning.decomposition.methods.base import FactorCost
 from ctdr_lightning.decomposition.shapes.geometry import Geometry
 from ctdr_lightning.decomposition.shapes.layer_kinds import is_channels_last, weight_of
 
@@ -91,15 +91,15 @@ def samples(geometry: Geometry, shape: Sequence[int]) -> tuple[int, tuple[int, .
     return n_samples, tuple(shape[-geometry.n_axes :])
 
 
-def stage_costs(geometry: Geometry, candidate: Candidate | None, shape: Sequence[int]) -> list[StageCost]:
-    """Cost of each stage on a whole input; of the dense layer as one stage where there is no candidate."""
+def factor_costs(geometry: Geometry, candidate: Candidate | None, shape: Sequence[int]) -> list[FactorCost]:
+    """Cost of each factor on a whole input; of the dense layer as one factor where there is no candidate."""
     n_samples, axes = samples(geometry, shape)
     if candidate is None:
         outputs = geometry.out_size * math.prod(geometry.output_axes(axes))
-        each = [StageCost(geometry.flops(axes), outputs, geometry.n_weights)]
+        each = [FactorCost(geometry.flops(axes), outputs, geometry.n_weights)]
     else:
         each = candidate.method.costs(geometry, candidate.ranks, axes)
-    return [StageCost(cost.flops * n_samples, cost.outputs * n_samples, cost.weights) for cost in each]
+    return [FactorCost(cost.flops * n_samples, cost.outputs * n_samples, cost.weights) for cost in each]
 
 
 def weigh(layer: Layer, candidate: Candidate, costs: CostModel) -> Weighing:
@@ -108,8 +108,8 @@ def weigh(layer: Layer, candidate: Candidate, costs: CostModel) -> Weighing:
     n_before, n_after, n_stored = 0, 0, 0
     for shape in layer.calls or ():
         n_samples, axes = samples(layer.geometry, shape)
-        n_before += stage_costs(layer.geometry, None, shape)[0].flops
-        n_after += sum(stage.flops for stage in stage_costs(layer.geometry, candidate, shape))
+        n_before += factor_costs(layer.geometry, None, shape)[0].flops
+        n_after += sum(factor.flops for factor in factor_costs(layer.geometry, candidate, shape))
         n_stored += candidate.method.n_stored(layer.geometry, candidate.ranks, axes) * n_samples
     weight = weight_of(layer.module)
     stored = 0 if costs.recompute or not weight.requires_grad else n_stored * weight.element_size()
@@ -166,10 +166,10 @@ def predicted_seconds(layer: Layer, candidate: Candidate | None) -> float:
     seconds = 0.0
     for shape in layer.calls or ():
         n_inputs = math.prod(shape)
-        for stage in stage_costs(layer.geometry, candidate, shape):
-            moved = (n_inputs + stage.outputs + stage.weights) * weight.element_size()
-            seconds += _PASSES * max(device.launch_s, stage.flops / rate, moved / device.bytes_per_s)
-            n_inputs = stage.outputs
+        for factor in factor_costs(layer.geometry, candidate, shape):
+            moved = (n_inputs + factor.outputs + factor.weights) * weight.element_size()
+            seconds += _PASSES * max(device.launch_s, factor.flops / rate, moved / device.bytes_per_s)
+            n_inputs = factor.outputs
     return seconds
 
 

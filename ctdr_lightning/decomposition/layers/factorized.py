@@ -51,14 +51,14 @@ class FactorizedLayer(nn.Module):
         vars(self).update(self.dense_attributes)
         vars(self).update({name: vars(dense)[name] for name in _HOOKS})
         self.geometry, self.method, self.ranks = geometry, method, tuple(ranks)
-        self.stage_geometries = METHODS[method].stages(geometry, self.ranks)
+        self.factor_geometries = METHODS[method].factor_geometries(geometry, self.ranks)
         self.add_module(
             method, self._build_chain(weight_of(dense), cast("nn.Parameter | None", getattr(dense, "bias", None)))
         )
         self.train(dense.training)
 
     def _build_chain(self, weight: Tensor, bias: nn.Parameter | None) -> nn.Sequential:
-        chain = nn.Sequential(*(stage.build(False, weight.device, weight.dtype) for stage in self.stage_geometries))
+        chain = nn.Sequential(*(factor.build(False, weight.device, weight.dtype) for factor in self.factor_geometries))
         if is_channels_last(weight):
             chain.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         chain.requires_grad_(weight.requires_grad)
@@ -74,9 +74,9 @@ class FactorizedLayer(nn.Module):
         return cast(nn.Sequential, self._modules[self.method])
 
     @property
-    def stages(self) -> list[nn.Module]:
+    def factor_layers(self) -> list[nn.Module]:
         """The layers of the chain that have a weight."""
-        return list(islice(self.chain, len(self.stage_geometries)))
+        return list(islice(self.chain, len(self.factor_geometries)))
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the chain; shapes as the dense layer's."""
@@ -85,8 +85,8 @@ class FactorizedLayer(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The dense weight that the factors stand for, differentiable, in the dense layer's own layout."""
-        pairs = zip(self.stage_geometries, self.stages, strict=True)
-        factors = [stage.canonical(weight_of(layer)) for stage, layer in pairs]
+        pairs = zip(self.factor_geometries, self.factor_layers, strict=True)
+        factors = [geometry.canonical(weight_of(layer)) for geometry, layer in pairs]
         return self.geometry.native(METHODS[self.method].compose(self.geometry, self.ranks, factors))
 
     @property
@@ -96,9 +96,9 @@ class FactorizedLayer(nn.Module):
 
     @torch.no_grad()
     def load_factors(self, factors: Sequence[Tensor]) -> None:
-        """Copy canonical stage weights into the chain."""
-        for stage, layer, factor in zip(self.stage_geometries, self.stages, factors, strict=True):
-            weight_of(layer).copy_(stage.native(factor))
+        """Copy canonical factor weights into the chain."""
+        for geometry, layer, factor in zip(self.factor_geometries, self.factor_layers, factors, strict=True):
+            weight_of(layer).copy_(geometry.native(factor))
 
     def to_dense(self) -> nn.Module:
         """The dense layer again, of its first class, with the factors' product as its weight."""
@@ -113,7 +113,7 @@ class FactorizedLayer(nn.Module):
         return dense.train(self.training)
 
     def _laid_out(self, weight: Tensor) -> Tensor:
-        channels_last = any(is_channels_last(weight_of(stage)) for stage in self.stages)
+        channels_last = any(is_channels_last(weight_of(factor)) for factor in self.factor_layers)
         layout = torch.channels_last if channels_last else torch.contiguous_format
         return weight.clone(memory_format=layout)
 
@@ -130,11 +130,11 @@ class FactorizedTransposed(FactorizedLayer):
         if output_size is None:
             return self.chain(x)
         n_axes = self.geometry.n_axes
-        for stage, layer in zip(self.stage_geometries, self.stages, strict=True):
-            if not stage.transposed:
+        for factor, layer in zip(self.factor_geometries, self.factor_layers, strict=True):
+            if not factor.transposed:
                 x = layer(x)
                 continue
-            own = [size > 1 or step > 1 for size, step in zip(stage.kernel, stage.stride, strict=True)]
+            own = [size > 1 or step > 1 for size, step in zip(factor.kernel, factor.stride, strict=True)]
             sizes = zip(own, output_size[-n_axes:], x.shape[-n_axes:], strict=True)
             x = layer(x, [wanted if acts else found for acts, wanted, found in sizes])
         return x
@@ -146,12 +146,12 @@ class FactorizedTrain(FactorizedLayer):
     def __init__(self, dense: nn.Module, geometry: Geometry, method: str, ranks: Ranks) -> None:
         super().__init__(dense, geometry, method, ranks)
         lefts = (1, *self.ranks)
-        self.in_modes = [stage.in_size // left for stage, left in zip(self.stage_geometries, lefts, strict=True)]
+        self.in_modes = [factor.in_size // left for factor, left in zip(self.factor_geometries, lefts, strict=True)]
 
     def forward(self, x: Tensor) -> Tensor:
         """Contract one core after another with x (..., in); returns (..., out)."""
         y = x.reshape(-1, x.shape[-1])
-        for layer, size in zip(self.stages, self.in_modes, strict=True):
+        for layer, size in zip(self.factor_layers, self.in_modes, strict=True):
             left = weight_of(layer).shape[1] // size
             y = layer(y.unflatten(1, (size, -1, left)).transpose(1, 2).flatten(2)).flatten(1)
         return self.chain[-1](y.reshape(*x.shape[:-1], -1))

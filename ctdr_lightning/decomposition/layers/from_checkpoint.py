@@ -27,7 +27,7 @@ from ctdr_lightning.decomposition.shapes.layer_kinds import KINDS, kind_of, weig
 # An entry of no elements in checkpoints of factorized models. Only a state dict's names reach the message of
 # `MyModule.load_from_checkpoint(path)`, which knows nothing of us: torch lists this name first among the unexpected.
 NOTE = "HINT: layers are factorized, load this with ctdr_lightning.load_from_checkpoint(MyModule, path)"
-_STAGE = re.compile(r"(?P<method>\w+)\.(?P<index>\d+)\.weight")
+_FACTOR = re.compile(r"(?P<method>\w+)\.(?P<index>\d+)\.weight")
 
 
 def restore(model: nn.Module, checkpoint: str | Path | Mapping[str, Any], prefix: str = "") -> nn.Module:
@@ -111,10 +111,10 @@ def _geometry(layer: nn.Module) -> Geometry | None:
 
 
 def _factors(state_dict: Mapping[str, Any], prefix: str) -> tuple[str, list[torch.Size]] | None:
-    """Method and stage shapes stored under a layer's name, or None where it is dense or absent."""
+    """Method and factor shapes stored under a layer's name, or None where it is dense or absent."""
     found = {}
     for key, value in state_dict.items():
-        match = _STAGE.fullmatch(key.removeprefix(prefix)) if key.startswith(prefix) else None
+        match = _FACTOR.fullmatch(key.removeprefix(prefix)) if key.startswith(prefix) else None
         if match and match["method"] in METHODS and isinstance(value, Tensor):
             found[match["method"], int(match["index"])] = value.shape
     if not found:
@@ -123,7 +123,7 @@ def _factors(state_dict: Mapping[str, Any], prefix: str) -> tuple[str, list[torc
 
 
 def _shapes(layer: FactorizedLayer) -> list[torch.Size]:
-    return [weight_of(stage).shape for stage in layer.stages]
+    return [weight_of(factor).shape for factor in layer.factor_layers]
 
 
 def _rebuild(name: str, layer: nn.Module, geometry: Geometry, method: str, shapes: list[torch.Size]) -> FactorizedLayer:

@@ -85,7 +85,7 @@ class TiedLayer(nn.Module):
 
 def factors_of(owner: FactorizedLayer) -> tuple[Tensor, Tensor]:
     """The factors (rows, rank) and (rank, columns) whose product is the owner's dense weight, differentiable."""
-    pairs = zip(owner.stage_geometries, owner.stages, strict=True)
+    pairs = zip(owner.factor_geometries, owner.factor_layers, strict=True)
     first, second = (geometry.canonical(weight_of(layer))[0] for geometry, layer in pairs)
     return (first.T, second.T) if owner.geometry.flipped else (second, first)
 

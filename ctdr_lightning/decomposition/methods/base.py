@@ -71,7 +71,7 @@ class RankTable:
 
 
 @dataclass(frozen=True)
-class StageCost:
+class FactorCost:
     """One small layer at work on one sample.
 
     Args:
@@ -97,7 +97,7 @@ class Method(ABC):
         """Whether the method says anything about such a layer."""
 
     @abstractmethod
-    def stages(self, geometry: Geometry, ranks: Ranks) -> tuple[Geometry, ...]:
+    def factor_geometries(self, geometry: Geometry, ranks: Ranks) -> tuple[Geometry, ...]:
         """The small layers, first to last; the last one carries the bias."""
 
     @abstractmethod
@@ -106,20 +106,20 @@ class Method(ABC):
 
     @abstractmethod
     def solve(self, weight: Tensor, ranks: Ranks, solver: Solver) -> list[Tensor]:
-        """Canonical weights (groups, out, in, *kernel) of each stage for one group's weight (out, in, *kernel)."""
+        """Canonical weights (groups, out, in, *kernel) of each factor for one group's weight (out, in, *kernel)."""
 
     @abstractmethod
     def ranks_of(self, geometry: Geometry, shapes: Sequence[torch.Size]) -> Ranks:
-        """The ranks behind the stored weight shapes of the stages."""
+        """The ranks behind the stored weight shapes of the factors."""
 
     @abstractmethod
     def table(self, geometry: Geometry, weight: Tensor) -> RankTable:
         """Cost and error of every rank for a canonical weight (groups, out, in, *kernel)."""
 
     def compose(self, geometry: Geometry, ranks: Ranks, weights: Sequence[Tensor]) -> Tensor:
-        """The canonical weight that canonical stage weights (groups, out, in, *kernel) stand for, differentiable.
+        """The canonical weight that canonical factor weights (groups, out, in, *kernel) stand for, differentiable.
 
-        Each spatial axis has more than one tap in one stage only, so composing convolutions is a channel product with
+        Each spatial axis has more than one tap in one factor only, so composing convolutions is a channel product with
         the kernels broadcast.
         """
         product = weights[0]
@@ -145,7 +145,7 @@ class Method(ABC):
 
     def n_parameters(self, geometry: Geometry, ranks: Ranks) -> int:
         """Weights of the factorized layer, bias aside."""
-        return sum(stage.n_weights for stage in self.stages(geometry, ranks))
+        return sum(factor.n_weights for factor in self.factor_geometries(geometry, ranks))
 
     def at(self, geometry: Geometry, ranks: Ranks) -> Candidate:
         """The candidate with these ranks."""
@@ -180,16 +180,16 @@ class Method(ABC):
         return table.candidate(self, table.parameters.argmin())
 
     def factorize(self, geometry: Geometry, weight: Tensor, ranks: Ranks, solver: Solver) -> list[Tensor]:
-        """Canonical stage weights for a canonical weight: each group solved on its own, then joined."""
+        """Canonical factor weights for a canonical weight: each group solved on its own, then joined."""
         groups = [self.solve(part, ranks, solver) for part in weight]
         return [torch.cat(parts) for parts in zip(*groups, strict=True)]
 
-    def costs(self, geometry: Geometry, ranks: Ranks, axes: tuple[int, ...]) -> list[StageCost]:
-        """What each stage costs on one sample whose spatial (or, before the features, leading) sizes are ``axes``."""
+    def costs(self, geometry: Geometry, ranks: Ranks, axes: tuple[int, ...]) -> list[FactorCost]:
+        """What each factor costs on one sample whose spatial (or, before the features, leading) sizes are ``axes``."""
         found = []
-        for stage in self.stages(geometry, ranks):
-            flops, axes = stage.flops(axes), stage.output_axes(axes)
-            found.append(StageCost(flops, stage.out_size * math.prod(axes), stage.n_weights))
+        for factor in self.factor_geometries(geometry, ranks):
+            flops, axes = factor.flops(axes), factor.output_axes(axes)
+            found.append(FactorCost(flops, factor.out_size * math.prod(axes), factor.n_weights))
         return found
 
     def n_stored(self, geometry: Geometry, ranks: Ranks, axes: tuple[int, ...]) -> int:

@@ -50,7 +50,7 @@ class CP(Method):
         taps = [math.prod(kernel[axis] for axis in axes) for axes in self.spatial_axes(len(kernel))]
         return weight.reshape(*weight.shape[:2], *taps).movedim(0, -1)
 
-    def stages(self, geometry: Geometry, ranks: Ranks) -> tuple[Geometry, ...]:
+    def factor_geometries(self, geometry: Geometry, ranks: Ranks) -> tuple[Geometry, ...]:
         """1 x 1, depthwise layers that carry stride, padding and dilation, 1 x 1."""
         inner = ranks[0] * geometry.groups
         middle = (geometry.only_axes(inner, inner, axes, inner) for axes in self.spatial_axes(geometry.n_axes))

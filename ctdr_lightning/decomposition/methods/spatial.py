@@ -31,7 +31,7 @@ class Spatial(MatrixMethod):
         """Shape (in * first axis, out * other axes)."""
         return weight.movedim(0, 2).flatten(2).flatten(0, 1)
 
-    def stages(self, geometry: Geometry, ranks: Ranks) -> tuple[Geometry, ...]:
+    def factor_geometries(self, geometry: Geometry, ranks: Ranks) -> tuple[Geometry, ...]:
         """First axis, then the others."""
         inner = ranks[0] * geometry.groups
         return (

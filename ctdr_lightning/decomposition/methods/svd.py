@@ -31,7 +31,7 @@ class SVD(MatrixMethod):
         """Shape (out, in * taps)."""
         return weight.flatten(1)
 
-    def stages(self, geometry: Geometry, ranks: Ranks) -> tuple[Geometry, ...]:
+    def factor_geometries(self, geometry: Geometry, ranks: Ranks) -> tuple[Geometry, ...]:
         """The layer itself with r outputs, then a pointwise one."""
         inner = ranks[0] * geometry.groups
         first = replace(geometry, out_size=inner, flipped=geometry.lookup)

@@ -36,7 +36,7 @@ class TT(Method):
         """Mode sizes of a group's tensor."""
         return (geometry.group_shape[1], *geometry.kernel, geometry.group_shape[0])
 
-    def stages(self, geometry: Geometry, ranks: Ranks) -> tuple[Geometry, ...]:
+    def factor_geometries(self, geometry: Geometry, ranks: Ranks) -> tuple[Geometry, ...]:
         """Each axis with its own stride, padding and dilation."""
         first, *rest = (rank * geometry.groups for rank in ranks)
         middle, inner = [], first

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ctdr_lightning.decomposition.algorithms.solvers import Solver
-from ctdr_lightning.decomposition.methods.base import Ranks, StageCost
+from ctdr_lightning.decomposition.methods.base import FactorCost, Ranks
 from ctdr_lightning.decomposition.methods.tt import TT
 from ctdr_lightning.decomposition.shapes.geometry import Geometry
 
@@ -63,7 +63,7 @@ class TTLinear(TT):
         order = [side * len(modes) + core for core in range(len(modes)) for side in (0, 1)]
         return split_up.permute(order).reshape([n_in * n_out for n_in, n_out in modes])
 
-    def stages(self, geometry: Geometry, ranks: Ranks) -> tuple[Geometry, ...]:
+    def factor_geometries(self, geometry: Geometry, ranks: Ranks) -> tuple[Geometry, ...]:
         """A linear layer (in mode, left rank) to (out mode, right rank) a core."""
         modes = self.modes(geometry.in_size, geometry.out_size, ranks)
         sides = zip((1, *ranks), modes, (*ranks, 1), strict=True)
@@ -90,13 +90,13 @@ class TTLinear(TT):
             product = torch.einsum("oil,prql->opiqr", product, core).flatten(2, 3).flatten(0, 1)
         return product[..., 0][None]
 
-    def costs(self, geometry: Geometry, ranks: Ranks, axes: tuple[int, ...]) -> list[StageCost]:
+    def costs(self, geometry: Geometry, ranks: Ranks, axes: tuple[int, ...]) -> list[FactorCost]:
         """Each core runs once an entry of all other modes."""
         modes = self.modes(geometry.in_size, geometry.out_size, ranks)
         found, n_rest = [], math.prod(axes) * geometry.in_size
-        for stage, (n_in, n_out) in zip(self.stages(geometry, ranks), modes, strict=True):
+        for factor, (n_in, n_out) in zip(self.factor_geometries(geometry, ranks), modes, strict=True):
             n_rest //= n_in
-            found.append(StageCost(2 * n_rest * stage.n_weights, n_rest * stage.out_size, stage.n_weights))
+            found.append(FactorCost(2 * n_rest * factor.n_weights, n_rest * factor.out_size, factor.n_weights))
             n_rest *= n_out
         return found
 

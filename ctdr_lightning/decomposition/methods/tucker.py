@@ -27,7 +27,7 @@ class Tucker(Method):
         """Convolutions with more than one tap."""
         return not geometry.is_matrix
 
-    def stages(self, geometry: Geometry, ranks: Ranks) -> tuple[Geometry, ...]:
+    def factor_geometries(self, geometry: Geometry, ranks: Ranks) -> tuple[Geometry, ...]:
         """All of stride, padding and dilation stays with the core."""
         narrow_in, narrow_out = (rank * geometry.groups for rank in ranks)
         return (

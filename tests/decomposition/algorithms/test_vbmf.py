@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctdr_lightning.decomposition.algorithms.vbmf import _free_energy, evbmf_rank
+from ctdr_lightning.decomposition.algorithms.vbmf import evbmf_rank, free_energy
 
 
 def planted(rank: int, n: int = 60, m: int = 90, noise: float = 0.1) -> torch.Tensor:
@@ -51,5 +51,5 @@ def test_variance_is_the_minimum_of_the_free_energy_on_a_fine_grid():
     most = min(math.ceil(rows / (1 + alpha)) - 1, rows) - 1
     low = max(float(energy[most + 1]) / (columns * edge), float(energy[most + 1 :].mean()) / columns)
     grid = torch.linspace(low, float(energy.sum()) / (rows * columns), 4000, dtype=torch.float64)
-    best = float(grid[_free_energy(energy, grid, columns, alpha, edge).argmin()])
+    best = float(grid[free_energy(energy, grid, columns, alpha, edge).argmin()])
     assert evbmf_rank(matrix) == int((energy > columns * best * edge).sum())

@@ -47,7 +47,7 @@ def test_convolutions_lose_less_of_their_outputs(method, groups):
     new, plain = factorize(layer, geometry, method, ranks, whitening=weight), factorize(layer, geometry, method, ranks)
     y = layer(x)
     assert (new(x) - y).norm() < (plain(x) - y).norm()
-    first = new.stages[0].weight.detach().flatten(1)
+    first = new.factor_layers[0].weight.detach().flatten(1)
     torch.testing.assert_close(first.norm(dim=1), torch.ones(len(first)), rtol=1e-3, atol=1e-3)
 
 

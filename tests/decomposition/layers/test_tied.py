@@ -45,11 +45,11 @@ def test_the_factors_gradient_is_the_sum_of_both_uses(first, second):
     owner = own(a, 3)
     twin = TiedLayer(b, owner)
     assert [name for name, _ in twin.named_parameters()] == ([] if isinstance(b, nn.Embedding) else ["bias"])
-    stages = [layer.weight for layer in owner.stages]
+    weights = [layer.weight for layer in owner.factor_layers]
     losses = [lambda: owner(example_a).square().sum(), lambda: twin(example_b).square().sum()]
     example_a, example_b = example(a), example(b)
-    alone = [torch.autograd.grad(loss(), stages) for loss in losses]
-    both = torch.autograd.grad(losses[0]() + losses[1](), stages)
+    alone = [torch.autograd.grad(loss(), weights) for loss in losses]
+    both = torch.autograd.grad(losses[0]() + losses[1](), weights)
     for whole, one, other in zip(both, *alone, strict=True):
         assert other.abs().sum() > 0
         torch.testing.assert_close(whole, one + other)

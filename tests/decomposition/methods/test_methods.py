@@ -46,7 +46,7 @@ def test_low_rank_runs_trains_merges_and_rebuilds(method, name):
     y = new(x)
     y.sum().backward()
     assert all(p.grad is not None for p in new.parameters())
-    assert sum(s.weight.numel() for s in new.stages) == METHODS[method].n_parameters(geometry, ranks)
+    assert sum(s.weight.numel() for s in new.factor_layers) == METHODS[method].n_parameters(geometry, ranks)
 
     dense = new.to_dense()
     assert repr(dense) == repr(layer)

@@ -79,7 +79,7 @@ def test_output_sizes_operations_and_elements_are_torchs(pair, method):
     ranks = METHODS[method].uniform(geometry, 2)
     new = factorize(layer, geometry, method, ranks)
     made = []
-    for stage in new.stages:
+    for stage in new.factor_layers:
         stage.register_forward_hook(lambda _m, _a, out: made.append(out.numel()))
     with FlopCounterMode(display=False) as counted:
         new(x)
