@@ -41,11 +41,14 @@ def put_back_after(put_back: Callable[[], None]) -> Iterator[None]:
         ['first']
     """
     here = inspect.currentframe()
-    with _held_where(lambda frame: _runs(here, frame)):
-        try:
-            yield
-        finally:
-            put_back()
+    try:
+        with _held_where(lambda frame: _runs(here, frame)):
+            try:
+                yield
+            finally:
+                put_back()
+    finally:
+        here = None  # a frame that holds itself keeps all that put_back needs until the garbage collector comes
 
 
 def _runs(function: FrameType | None, frame: FrameType | None) -> bool:

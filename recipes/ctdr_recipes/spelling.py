@@ -58,9 +58,11 @@ def _check_folders(overrides: Sequence[Override], folder: Path) -> None:
     unnamed = OmegaConf.load(folder / "train.yaml").hydra.job.config.override_dirname.exclude_keys
     for override in overrides:
         if override.is_sweep_override() and override.key_or_group in unnamed:
+            first = f"{override.key_or_group}={next(_values(override))}"
+            alone = first if override.key_or_group == "name" else f"name=... {first}"
             raise ConfigError(
                 f"A sweep over {override.key_or_group}: all of its points would share one folder.",
-                f"Start each by itself: name=... {override.key_or_group}={next(_values(override))}.",
+                f"Start each by itself: {alone}.",
             )
 
 

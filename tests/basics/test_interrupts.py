@@ -1,9 +1,11 @@
 """Signals at every line of a block that must be whole, and of what puts a block's changes back."""
 
+import gc
 import os
 import signal
 import sys
 import threading
+import weakref
 
 import pytest
 
@@ -111,3 +113,22 @@ def test_in_another_thread_nothing_is_held():
     thread.start()
     thread.join()
     assert there == []
+
+
+def test_nothing_of_the_block_is_kept_alive_when_it_is_over():
+    class Large:
+        pass
+
+    def block(large):
+        with put_back_after(lambda: large):
+            pass
+
+    large = Large()
+    alive = weakref.ref(large)
+    gc.disable()
+    try:
+        block(large)
+        del large
+        assert alive() is None
+    finally:
+        gc.enable()

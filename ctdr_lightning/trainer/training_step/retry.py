@@ -7,6 +7,7 @@ original error is raised with the reason.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -156,6 +157,8 @@ class Retry:
             drop_graph(freed)
             self._leave()
             snapshot.put_back()
+            # frames and autograd's functions of the failed try may hold each other, and its tensors with them
+            gc.collect()
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
             self._tighten(_first_line(error))

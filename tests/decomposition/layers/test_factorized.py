@@ -126,7 +126,7 @@ def test_half_precision_and_autocast(method, x):
 def test_channels_last_stays_channels_last(x):
     net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3)).to(memory_format=torch.channels_last)
     decompose(net, rank=0.5, method="tucker")
-    wide = next(stage for stage in net[1].factor_layers if stage.kernel_size == (3, 3))
+    wide = next(factor for factor in net[1].factor_layers if factor.kernel_size == (3, 3))
     assert wide.weight.is_contiguous(memory_format=torch.channels_last)
     y = net(x.contiguous(memory_format=torch.channels_last))
     assert y.is_contiguous(memory_format=torch.channels_last)
@@ -140,7 +140,7 @@ def test_meta_device_gives_the_structure():
         model = nn.Sequential(nn.Linear(32, 32))
     decompose(model, choices={"version": 1, "layers": {"0": {"decision": "factorized", "method": "svd", "ranks": [4]}}})
     assert all(p.is_meta for p in model.parameters())
-    assert [tuple(stage.weight.shape) for stage in model[0].factor_layers] == [(4, 32), (32, 4)]
+    assert [tuple(factor.weight.shape) for factor in model[0].factor_layers] == [(4, 32), (32, 4)]
 
 
 def test_attributes_of_the_dense_layer_are_kept():
