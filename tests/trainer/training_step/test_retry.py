@@ -1,6 +1,8 @@
 """A step that runs out of memory is run again as if the first try had never been, or not at all."""
 
+import gc
 import random
+import weakref
 from collections import deque
 
 import numpy as np
@@ -374,6 +376,37 @@ def test_gradients_of_an_earlier_batch_that_were_added_to_are_not_guessed(batch,
         rescued(Accumulated, "backward", batch, tmp_path, **options)
     else:
         refused(Accumulated, "backward", batch, tmp_path, "the gradient of module.net", **options)
+
+
+class Circular(Net):
+    """What a step makes hangs in a circle that only the garbage collector can break."""
+
+    def __init__(self, fails, made):
+        super().__init__(fails)
+        self.touch = lambda batch, index: self.leave(made)
+
+    def leave(self, made):
+        box = [torch.ones(4)]
+        box.append(box)
+        made.append(weakref.ref(box[0]))
+        return 0
+
+
+def test_what_the_failed_try_left_in_circles_is_freed_before_the_next(tmp_path):
+    made, alive = [], []
+    once = trouble("forward", 1)
+
+    def fails(place, index):
+        alive.append([ref() is not None for ref in made])
+        once(place, index)
+
+    fails.pending = lambda: False
+    gc.disable()
+    try:
+        fit(Circular(fails, made), tmp_path)
+    finally:
+        gc.enable()
+    assert next(known for known in alive if len(known) == 3) == [False, False, True]
 
 
 def test_retry_can_be_turned_off(tmp_path):
