@@ -17,6 +17,7 @@ from typing import Any
 from ctdr_lightning.basics.documents import parse_document, plain_of, read_record
 from ctdr_lightning.basics.errors import CheckpointError
 from ctdr_lightning.basics.files import write_text
+from ctdr_lightning.basics.made_once import MadeOnce
 from ctdr_lightning.basics.units import format_bytes, format_seconds
 from ctdr_lightning.memory.allocator.reserved import Reserved, reserved_by
 from ctdr_lightning.memory.plans.actions import (
@@ -104,7 +105,7 @@ class _ActionRow:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class Plan(MadeOnce):
     """An action for every saved value of a trace, with what the simulator predicts of it.
 
     Attributes:

@@ -6,20 +6,17 @@ object, which the caller keeps for as long as it plans the same step; nothing is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
 from functools import cached_property
-from typing import Any, TypeVar
 
 import numpy as np
 
+from ctdr_lightning.basics.made_once import MadeOnce
 from ctdr_lightning.memory.simulator.timeline import plain_bytes
 from ctdr_lightning.memory.simulator.trace_index import TraceIndex
 from ctdr_lightning.memory.traces.trace import Trace
 
-T = TypeVar("T")
 
-
-class Prepared:
+class Prepared(MadeOnce):
     """A trace with what is reusable of it.
 
     Args:
@@ -36,7 +33,6 @@ class Prepared:
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self._made: dict[Hashable, Any] = {}
 
     @cached_property
     def index(self) -> TraceIndex:
@@ -63,13 +59,6 @@ class Prepared:
     def plain_peak_bytes(self) -> int:
         """Peak of the step where nothing is dropped."""
         return int(self.plain_bytes_at.max(initial=self.trace.resident_bytes))
-
-    def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What ``make`` returned the first time that it was asked for under this key."""
-        if key not in self._made:
-            self._made[key] = make()
-        found: T = self._made[key]
-        return found
 
 
 def prepared(step: Trace | Prepared) -> Prepared:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ctdr_lightning.basics.remembered import Remembered
 from ctdr_lightning.basics.torch_private import (
     OpMode,
     OpOverload,
@@ -85,9 +84,6 @@ def _own_holders(tape: Tape) -> Holders:
     return holders
 
 
-_LINES: Remembered[list[_Line]] = Remembered()
-
-
 class _Listener:
     """Our saved-tensor hooks, on top of the stack only while autograd saves something that the plan drops.
 
@@ -142,7 +138,7 @@ class Tape(OpMode):
         self.plan = plan
         self.evictor = evictor
         self.diverged = ""
-        self._lines = _LINES.get(plan, "lines", lambda: [_Line(line) for line in plan.script])
+        self._lines = plan.once("lines", lambda: [_Line(line) for line in plan.script])
         self._length = len(self._lines)
         self._table = ValueTable()
         self._online = Online(evictor, self._table) if evictor is not None else None

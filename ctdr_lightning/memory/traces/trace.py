@@ -8,19 +8,18 @@ live during every tick from ``a`` to ``b`` inclusive.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from math import inf
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ctdr_lightning.basics.documents import parse_document, read_record
 from ctdr_lightning.basics.errors import CheckpointError
 from ctdr_lightning.basics.files import write_text
+from ctdr_lightning.basics.made_once import MadeOnce
 from ctdr_lightning.memory.traces.machine import CodecCost, Link
-
-T = TypeVar("T")
 
 TRACE_VERSION = 4
 # 256 TiB: a larger number in a file is damage.
@@ -117,7 +116,7 @@ class StorageRecord:
 
 
 @dataclass(frozen=True)
-class Trace:
+class Trace(MadeOnce):
     """What one step computed.
 
     Attributes:
@@ -148,17 +147,6 @@ class Trace:
     python_s_per_replay: float = 0.0
     links: tuple[Link, ...] = ()
     codecs: tuple[CodecCost, ...] = ()
-
-    @cached_property
-    def _made(self) -> dict[str, Any]:
-        return {}
-
-    def once(self, name: str, make: Callable[[], T]) -> T:
-        """What ``make`` returned the first time that it was asked for under this name: what follows from the trace."""
-        if name not in self._made:
-            self._made[name] = make()
-        found: T = self._made[name]
-        return found
 
     @cached_property
     def saved(self) -> tuple[int, ...]:
