@@ -48,7 +48,7 @@ def fit_to_budget(
     method: str = "auto",
     select: str | Sequence[str] | None = None,
     optimizer: str | Optimizer = "adam",
-    beside_bytes: int = 0,
+    beside_bytes: int | Callable[[nn.Module], int] = 0,
     given: BudgetFit | None = None,
     progress: bool = True,
 ) -> BudgetFit:
@@ -70,7 +70,8 @@ def fit_to_budget(
         method: Decomposition method, or ``"auto"``.
         select: Patterns of the layers that may be factorized; None allows all.
         optimizer: Whose state counts as memory: a name such as ``"adam"``, or the optimizer itself.
-        beside_bytes: What else stands in memory during each step and counts in its peak, such as copies of buffers.
+        beside_bytes: What else stands in memory during each step and counts in its peak, such as copies of buffers;
+            a function of the candidate where it depends on its layers.
         given: An earlier answer, perhaps edited: its choices are priced, planned and timed anew, nothing else is tried.
         progress: Whether to show a progress bar.
 
@@ -97,7 +98,8 @@ def fit_to_budget(
     bar = track(count(), "choose", total=1 + len(RESOURCES) * len(SHARES), enabled=progress)
     with rank_chooser(model, drawn, step, select=select, method=method, progress=False) as chooser:
         with unmoved(model), closing(bar):
-            pricer = Pricer(model, step, drawn[0], states_per_weight(optimizer), beside_bytes)
+            beside = beside_bytes if callable(beside_bytes) else lambda _candidate: beside_bytes
+            pricer = Pricer(model, step, drawn[0], states_per_weight(optimizer), beside)
             forward = partial(_on_batch, step, drawn[0])
             search = JointSearch(model, forward, pricer, Proposer(chooser), limits, lambda: next(bar))
             found = search.run() if given is None else search.given(given.choices)

@@ -65,7 +65,7 @@ class Pricer:
         step: Runs the model on a batch; returns the loss.
         batch: One batch as in training.
         n_states: Numbers that the optimizer keeps for each trained weight.
-        beside_bytes: What stands beside every step, such as the copies by which a failed step is put back.
+        beside_bytes: What stands beside a candidate's step, such as the copies by which a failed step is put back.
 
     Attributes:
         dense: Trace of the dense step.
@@ -79,7 +79,7 @@ class Pricer:
         step: Callable[[Any, Any], Tensor],
         batch: Any,
         n_states: float,
-        beside_bytes: int = 0,
+        beside_bytes: Callable[[nn.Module], int],
     ) -> None:
         self._model, self._step, self._batch = model, step, batch
         self._n_states, self._beside_bytes = n_states, beside_bytes
@@ -114,7 +114,7 @@ class Pricer:
         else:
             found = self._faked(candidate) if self._on_fakes else self.recorded(candidate)
         sizes = [(p.numel(), p.numel() * p.element_size() * p.requires_grad) for p in candidate.parameters()]
-        state_bytes = round(self._n_states * sum(n_bytes for _, n_bytes in sizes)) + self._beside_bytes
+        state_bytes = round(self._n_states * sum(n_bytes for _, n_bytes in sizes)) + self._beside_bytes(candidate)
         return Price(found.with_static(state_bytes), sum(n for n, _ in sizes), state_bytes)
 
     def seconds(self, made: Plan) -> float:

@@ -9,6 +9,7 @@ import gc
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
 
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.trainer.modules import has_compiled_step
@@ -146,6 +147,13 @@ def check_compiled(module: object, *, plans: bool, distills: Any) -> None:
             "CTDR: the module is compiled, so torch's partitioner decides what is kept; memory_budget and policy"
             " are not used. Compile a submodule, or set torch._functorch.config.activation_memory_budget."
         )
+
+
+def bucket_bytes(strategy: Any, module: nn.Module) -> int:
+    """Bytes of the buckets in which DDP averages a module's gradients: each gradient once more, all along."""
+    if not hasattr(strategy, "configure_ddp"):
+        return 0
+    return sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
 
 
 def rewrap(trainer: Any) -> None:

@@ -5,6 +5,7 @@ import torch
 
 from ctdr_lightning import decompose, record
 from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.decomposition import Choices
 from ctdr_lightning.joint.for_budget import states_per_weight
 from ctdr_lightning.joint.pricing import Pricer
 from ctdr_lightning.joint.twins import twin_of
@@ -12,9 +13,13 @@ from ctdr_lightning.memory.simulator.simulator import Simulator
 from tests.joint import parts
 
 
-def priced(step=parts.step, n_states=2.0):
+def nothing(candidate):
+    return 0
+
+
+def priced(step=parts.step, n_states=2.0, beside_bytes=nothing):
     net, (batch,) = parts.network(), parts.batches(1)
-    return net, batch, Pricer(net, step, batch, n_states)
+    return net, batch, Pricer(net, step, batch, n_states, beside_bytes)
 
 
 @pytest.mark.parametrize("share", [0.6, 0.25])
@@ -29,6 +34,13 @@ def test_bytes_are_those_of_a_real_recording(share):
     assert Simulator(found.trace).peak_bytes == Simulator(real).peak_bytes
     assert found.parameters == sum(p.numel() for p in twin.parameters())
     assert found.state_bytes == 2 * 4 * found.parameters
+
+
+def test_what_stands_beside_the_step_follows_the_candidate():
+    net, _, pricer = priced(n_states=0.0, beside_bytes=lambda candidate: sum(p.nbytes for p in candidate.parameters()))
+    choices = decompose(twin_of(net), rank=0.25, progress=False).choices
+    for found in (pricer.price(Choices({})), pricer.price(choices)):
+        assert found.state_bytes == 4 * found.parameters
 
 
 def test_a_step_that_needs_data_is_recorded_for_real():

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ctdr_lightning.basics.errors import ConfigError, CTDRError
@@ -21,6 +21,7 @@ from ctdr_lightning.trainer.accuracy.choosing import TrainingData
 from ctdr_lightning.trainer.modules import SMALL_ELEMENTS
 from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.randomness import isolated
+from ctdr_lightning.trainer.strategies import bucket_bytes
 
 _HINT = "Write a share such as rank=0.5, which needs no training step; or call fit_to_budget on the network itself."
 
@@ -74,10 +75,14 @@ class BudgetChoice(TrainingData):
             double, partial(_loss, self._trainer, step), batches, asked.memory_budget,
             max_slowdown=asked.max_slowdown, max_loss=asked.max_loss, method=asked.method, select=asked.select,
             optimizer=_optimizer(double), progress=asked.verbose,
-            beside_bytes=_copied_bytes(double, batches[0][1]) if asked.retry_on_oom else 0,
+            beside_bytes=partial(self._beside_bytes, batches[0][1]),
         )  # fmt: skip
         n_after = sum(parameter.numel() for parameter in double.parameters())
         return Report(tuple(_row(cost) for cost in self.fit.layers), n_before, n_after)
+
+    def _beside_bytes(self, batch: Any, candidate: nn.Module) -> int:
+        copied = _copied_bytes(candidate, batch) if self._asked.retry_on_oom else 0
+        return copied + bucket_bytes(self._trainer.strategy, candidate)
 
 
 def _loss(trainer: Any, step: Callable[[Any, Any], Any], module: LightningModule, batch: Any) -> Tensor:
@@ -89,7 +94,7 @@ def _loss(trainer: Any, step: Callable[[Any, Any], Any], module: LightningModule
     return loss
 
 
-def _copied_bytes(double: LightningModule, batch: Any) -> int:
+def _copied_bytes(double: nn.Module, batch: Any) -> int:
     """Bytes of the copies by which a step that ran out of memory is put back: of all small tensors but the weights.
 
     A budget that is only just met without them is refused, or planned anew, once training makes them.

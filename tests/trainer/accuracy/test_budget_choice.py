@@ -5,10 +5,10 @@ import torch
 
 from ctdr_lightning import CTDRCallback
 from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError
-from ctdr_lightning.decomposition import FactorizedLayer
+from ctdr_lightning.decomposition import Choices, FactorizedLayer
 from ctdr_lightning.joint import pricing, search
 from ctdr_lightning.trainer.modules import SMALL_ELEMENTS
-from tests import parts
+from tests import forks, parts
 
 BUDGET = 800_000
 
@@ -99,6 +99,33 @@ def test_arguments_that_say_nothing_are_refused():
         CTDRCallback(rank=0.5, max_loss=0.1)
     with pytest.raises(ConfigError, match="max_loss"):
         automatic(max_loss=-1.0)
+
+
+def test_two_ranks_train_the_layers_and_factors_that_rank_0_chose(tmp_path):
+    def train(folder):
+        torch.manual_seed(parts.rank())
+        chosen, callback = module(), automatic()
+        trainer = parts.fit(chosen, callback, strategy="ddp", devices=2, max_epochs=1)
+        kept = {"choices": callback.run.surgeon.choices.to_dict(), "weights": chosen.state_dict()}
+        kept["peak"] = callback.run.memory.session.plan.peak_bytes
+        torch.save(kept, folder / f"{trainer.global_rank}.pt")
+
+    assert forks.run(train, tmp_path, ranks=2) == [0, 0]
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert Choices.from_dict(first["choices"]).factorized
+    assert first["choices"] == second["choices"]
+    assert parts.same(first["weights"], second["weights"])
+    assert max(first["peak"], second["peak"]) <= BUDGET
+
+
+def test_a_budget_that_cannot_be_met_stops_every_rank(tmp_path):
+    def train(folder):
+        with pytest.raises(InfeasibleBudgetError, match="least peak found"):
+            parts.fit(module(), automatic(1000), strategy="ddp", devices=2, max_epochs=1)
+        (folder / str(parts.rank())).touch()
+
+    assert forks.run(train, tmp_path, ranks=2) == [0, 0]
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_module_that_optimizes_by_hand_is_told_what_to_do():
