@@ -18,10 +18,10 @@ from ctdr_lightning.decomposition.choose.costs import CostModel, factor_costs, s
 from ctdr_lightning.decomposition.choose.observe import with_given_shapes, with_shapes
 from ctdr_lightning.decomposition.choose.propose import MethodLike, Request, propose
 from ctdr_lightning.decomposition.choose.rank import RankLike
-from ctdr_lightning.decomposition.choose.rank_search import RankSearch, Start
+from ctdr_lightning.decomposition.choose.rank_search import ELSEWHERE, RankSearch, Start
 from ctdr_lightning.decomposition.choose.select import Layer, find_layers
 from ctdr_lightning.decomposition.choose.sensitivity import Evidence, gather
-from ctdr_lightning.decomposition.choose.uncovered import uncovered_weights
+from ctdr_lightning.decomposition.choose.uncovered import staying_weights
 from ctdr_lightning.decomposition.layers.attention import opened
 from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer
 from ctdr_lightning.decomposition.losses import warn_of_losses
@@ -124,8 +124,10 @@ def decompose(
         rows = [_row(layer, trial, costs) for layer in layers]
         with interrupts_held():  # Ctrl-C comes before the cut or after it
             adopt(model, layers, trial)
-        uncovered = uncovered_weights(model)
-    report = Report(tuple(rows), n_before, _n_parameters(model), trial.divergence, uncovered)
+        closed = {row.name: "" if row.reason == ELSEWHERE else row.reason for row in rows}
+        staying = staying_weights(model, closed)
+    asked = _asked(rank, resource, layers) if choices is None else None
+    report = Report(tuple(rows), n_before, _n_parameters(model), trial.divergence, asked, staying)
     warn_of_losses(report, layers)
     return report
 
@@ -161,6 +163,12 @@ def _resource(allocate: str | None, rank: object, has_data: bool) -> str | None:
 def _check_known(allocate: str | None, layers: Sequence[Layer]) -> None:
     if allocate not in (None, "parameters") and all(layer.calls is None for layer in layers):
         raise ConfigError(f"allocate={allocate!r} needs the layers' input shapes.", "Give example_input=.")
+
+
+def _asked(rank: object, resource: str | None, layers: Sequence[Layer]) -> float | None:
+    """The share of the parameters that is asked for; None where it is of something else, or an earlier call's."""
+    fresh = not any(isinstance(layer.module, FactorizedLayer) for layer in layers)
+    return rank if isinstance(rank, float) and resource in (None, "parameters") and fresh else None
 
 
 def _row(layer: Layer, trial: Trial, costs: CostModel) -> LayerReport:

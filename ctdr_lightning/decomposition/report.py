@@ -10,7 +10,7 @@ from torch import nn
 
 from ctdr_lightning.basics.units import format_bytes
 from ctdr_lightning.decomposition.choose.choices import Choices, LayerChoice
-from ctdr_lightning.decomposition.choose.uncovered import Uncovered
+from ctdr_lightning.decomposition.choose.uncovered import LEAST_SHARE, NO_KIND, StayingWeight
 from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer
 from ctdr_lightning.decomposition.layers.surgery import walk
 
@@ -59,14 +59,16 @@ class Report:
         parameters_after: All parameters of the model after.
         divergence: How far the outputs are from the dense model's, in nats, on batches that nothing was fitted to; NaN
             where no data was given.
-        uncovered: Weights that no layer kind covers, and that stay dense for it.
+        asked: Share of the parameters that was asked for; None where something else was.
+        staying: Weights that were not open to decomposition, the largest first.
     """
 
     layers: tuple[LayerReport, ...]
     parameters_before: int
     parameters_after: int
     divergence: float = math.nan
-    uncovered: tuple[Uncovered, ...] = ()
+    asked: float | None = None
+    staying: tuple[StayingWeight, ...] = ()
 
     @property
     def factorized(self) -> tuple[LayerReport, ...]:
@@ -93,6 +95,33 @@ class Report:
         """What became of each layer, for ``decompose(model, choices=...)``."""
         return Choices({row.name: LayerChoice(row.method, row.ranks, row.reason) for row in self.layers})
 
+    @property
+    def uncovered(self) -> tuple[StayingWeight, ...]:
+        """Weights of 1 % of the model and more that no layer kind covers, and that stay dense for it."""
+        return tuple(weight for weight in self.staying if weight.reason == NO_KIND and self._counts(weight))
+
+    def notes(self) -> list[str]:
+        """The weights that no layer kind covers; where the model misses the share that was asked for, all that stay."""
+        left = 1 / self.compression
+        if self.asked is None or left < self.asked + LEAST_SHARE or not self.staying:
+            return [self._stays(weight) for weight in self.uncovered]
+        shown = [weight for weight in self.staying if self._counts(weight)]
+        n_rest = sum(weight.parameters for weight in self.staying[len(shown) :])
+        lines = [f"rank={self.asked:g} is asked for, {left:.1%} of the model are left, because weights stay:"]
+        lines += [self._stays(weight) for weight in shown]
+        worth_a_word = n_rest >= LEAST_SHARE * self.parameters_before
+        return lines + ([f"smaller ones ({self._share(n_rest)} together) stay"] if worth_a_word else [])
+
+    def _counts(self, weight: StayingWeight) -> bool:
+        return weight.parameters >= LEAST_SHARE * self.parameters_before
+
+    def _stays(self, weight: StayingWeight) -> str:
+        shape = " x ".join(map(str, weight.shape))
+        return f"{weight.name} ({shape}, {self._share(weight.parameters)}) stays: {weight.reason}"
+
+    def _share(self, n_parameters: int) -> str:
+        return f"{n_parameters / max(self.parameters_before, 1):.1%} of the model"
+
     def _memory(self) -> str:
         known = [row.net_bytes for row in self.layers if row.net_bytes is not None]
         return _signed_bytes(sum(known)) if known else ""
@@ -110,14 +139,10 @@ class Report:
         table = (head, *rows)
         shown = [column for column in range(len(head)) if any(row[column] for row in rows)]  # no column without entries
         text = _table([[row[column] for column in shown] for row in table])
-        lines = [text, *(self._uncovered_line(weight) for weight in self.uncovered)]
+        lines = [text, *self.notes()]
         if not math.isnan(self.divergence):
             lines.append(f"outputs: {self.divergence:.3g} nats from dense")
         return "\n".join(lines)
-
-    def _uncovered_line(self, weight: Uncovered) -> str:
-        shape, share = " x ".join(map(str, weight.shape)), weight.parameters / max(self.parameters_before, 1)
-        return f"{weight.name} ({shape}) stays: no layer kind covers it, {share:.1%} of the model"
 
 
 def report_of(model: nn.Module, parameters_before: int = 0) -> Report:

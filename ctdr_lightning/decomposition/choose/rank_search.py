@@ -23,9 +23,10 @@ from ctdr_lightning.decomposition.choose.sensitivity import Evidence
 from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer
 from ctdr_lightning.decomposition.methods import METHODS, Candidate, KeepDenseError
 
-_ELSEWHERE = "the budget is spent better elsewhere"
+ELSEWHERE = "the budget is spent better elsewhere"
 _NONE_SMALLER = "no factorization of it is smaller"
 _OR_RECOMPUTE = ", or let activations inside layers be recomputed: recompute=True."
+_SHOWN = 3
 _NONE_SAVES = "no factorization of it saves memory at its input size"
 
 
@@ -111,7 +112,7 @@ class RankSearch:
                 if self._done:
                     return {name: LayerChoice(reason="an earlier call spent the share") for name in options}
                 raise ConfigError(
-                    f"rank={share} of all {resource} cannot be met: {reason}.{_held(options)}",
+                    f"rank={share} of all {resource} cannot be met: {reason}.{_costliest(options)}{_held(options)}",
                     "Raise rank" + ("." if self._request.costs.recompute else _OR_RECOMPUTE),
                 ) from None
             slow = self._slow(layers, picked)
@@ -165,7 +166,7 @@ class RankSearch:
 
 
 def _choice(candidate: Candidate | None) -> LayerChoice:
-    return LayerChoice.of(candidate) if candidate else LayerChoice(reason=_ELSEWHERE)
+    return LayerChoice.of(candidate) if candidate else LayerChoice(reason=ELSEWHERE)
 
 
 def _without(options: LayerOptions, slow: Candidate) -> LayerOptions:
@@ -176,6 +177,12 @@ def _without(options: LayerOptions, slow: Candidate) -> LayerOptions:
         if c is None or c.method is not slow.method or c.parameters < slow.parameters
     ]
     return LayerOptions([options.candidates[row] for row in kept], options.cost[kept], options.loss[kept])
+
+
+def _costliest(options: Mapping[str, LayerOptions]) -> str:
+    least = {name: float(own.cost.min()) for name, own in options.items()}
+    most = sorted(least, key=lambda name: -least[name])[:_SHOWN]
+    return f" Most of it takes {', '.join(f'{name!r} ({least[name]:.4g})' for name in most)}."
 
 
 def _held(options: Mapping[str, LayerOptions]) -> str:

@@ -1,7 +1,8 @@
-"""Weights that no layer kind covers: they stay as they are, and the report names them."""
+"""Weights that stay as they are, whatever share is asked for: the report names them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -12,28 +13,32 @@ from ctdr_lightning.decomposition.shapes.layer_kinds import kind_of
 
 # Below 1 % of a model's parameters no weight keeps a share from being reached: positions, class tokens, gates.
 LEAST_SHARE = 0.01
+NO_KIND, NOT_SELECTED = "no layer kind covers it", "not selected"
 
 
 @dataclass(frozen=True)
-class Uncovered:
-    """A weight that is no layer's: a bare parameter of a model's own module, such as fused experts.
+class StayingWeight:
+    """A weight that is not open to decomposition: of a layer that is left alone, or a model's own bare parameter.
 
     Args:
         name: Dotted name in the model.
         shape: Its shape.
         parameters: Its entries.
+        reason: Why it stays.
     """
 
     name: str
     shape: tuple[int, ...]
     parameters: int
+    reason: str = NO_KIND
 
 
-def uncovered_weights(model: nn.Module) -> tuple[Uncovered, ...]:
-    """The weights of at least two axes and 1 % of a model's parameters that no registered layer kind covers.
+def staying_weights(model: nn.Module, reasons: Mapping[str, str]) -> tuple[StayingWeight, ...]:
+    """The weights of at least two axes that are not open to decomposition.
 
     Args:
         model: Any module; its attentions open, so that their projections are layers.
+        reasons: Why each layer that was looked at stays, by name; empty where it is open.
 
     Returns:
         The weights, the largest first.
@@ -42,18 +47,19 @@ def uncovered_weights(model: nn.Module) -> tuple[Uncovered, ...]:
         >>> import torch
         >>> model = nn.Sequential(nn.Linear(4, 4))
         >>> model.experts = nn.Parameter(torch.zeros(2, 4, 4))
-        >>> uncovered_weights(model)
-        (Uncovered(name='experts', shape=(2, 4, 4), parameters=32),)
+        >>> staying_weights(model, {"0": ""})
+        (StayingWeight(name='experts', shape=(2, 4, 4), parameters=32, reason='no layer kind covers it'),)
     """
-    covered: set[int] = set()
-    for _, module in walk(model):
+    why: dict[int, str] = {}
+    for name, module in walk(model):
         if isinstance(module, FactorizedLayer) or kind_of(module):
-            covered |= {id(parameter) for parameter in module.parameters()}
-    named = [(name, p) for name, p in model.named_parameters() if not isinstance(p, nn.UninitializedParameter)]
-    least = LEAST_SHARE * sum(parameter.numel() for _, parameter in named)
+            reason = "" if isinstance(module, FactorizedLayer) else reasons.get(name, NOT_SELECTED)
+            for parameter in module.parameters():
+                why.setdefault(id(parameter), reason)
     found = [
-        Uncovered(name, tuple(parameter.shape), parameter.numel())
-        for name, parameter in named
-        if id(parameter) not in covered and parameter.ndim > 1 and parameter.numel() >= least
+        StayingWeight(name, tuple(parameter.shape), parameter.numel(), reason)
+        for name, parameter in model.named_parameters()
+        if not isinstance(parameter, nn.UninitializedParameter) and parameter.ndim > 1
+        if (reason := why.get(id(parameter), NO_KIND))
     ]
     return tuple(sorted(found, key=lambda weight: -weight.parameters))

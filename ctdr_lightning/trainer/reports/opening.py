@@ -30,7 +30,7 @@ def opening_table(report: Report) -> str:
     dense = [row for row in report if row.decision != "factorized"]
     stay = "layer stays" if len(dense) == 1 else "layers stay"
     notes = [f"{len(dense)} {stay} dense: {_reasons(dense)}"] if dense else []
-    notes += [f"{weight.name} stays: no layer kind covers it" for weight in report.uncovered]
+    notes += report.notes()
     return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], *(clipped(note) for note in notes)])
 
 

@@ -128,7 +128,7 @@ def test_impossible_when_layers_do_not_pay():
 
 
 def test_a_share_below_the_least_ranks_is_not_blamed_on_activations():
-    with pytest.raises(ConfigError, match="cannot be met") as caught:
+    with pytest.raises(ConfigError, match=r"cannot be met.* Most of it takes '\d' \(") as caught:
         decompose(net(), rank=0.001, allocate="flops", example_input=LARGE, measure=False, recompute=True)
     assert "recompute" not in caught.value.hint
 

@@ -1,8 +1,9 @@
+import pytest
 import torch
 from torch import nn
 
 from ctdr_lightning import decompose
-from ctdr_lightning.decomposition.choose.uncovered import uncovered_weights
+from ctdr_lightning.decomposition.choose.uncovered import staying_weights
 
 
 class Mixture(nn.Module):
@@ -29,9 +30,50 @@ def test_a_weight_without_a_kind_is_named_with_its_size_and_its_share():
     line = next(line for line in str(report).splitlines() if line.startswith("experts"))
     assert "4 x 16 x 16" in line
     assert f"{1024 / whole:.1%} of the model" in line
-    assert [w.name for w in uncovered_weights(model)] == ["experts"]
+    assert [w.name for w in staying_weights(model, {row.name: "" for row in report})] == ["experts", "scale"]
 
 
 def test_where_layers_hold_everything_nothing_is_named():
     report = decompose(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 8)), rank=0.5)
     assert report.uncovered == ()
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, which a third place holds as well; one more layer, and a depthwise one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(64, 64) for _ in range(3))
+        self.second.weight = self.copy = self.first.weight
+        self.depthwise = nn.Conv2d(64, 64, 3, groups=64)
+
+
+@pytest.mark.parametrize("allocate", ["parameters", None])
+def test_where_the_model_misses_the_share_every_large_weight_that_stays_is_named_once_with_its_size(allocate):
+    report = decompose(Tied(), rank=0.25, allocate=allocate)
+    head, *lines = report.notes()
+    assert head.startswith("rank=0.25 is asked for, 66.0% of the model are left")
+    assert len(lines) == 2
+    assert "64 x 64, 45.4% of the model" in lines[0]
+    assert "tied" in lines[0]
+    assert lines[1].startswith("depthwise.weight (64 x 1 x 3 x 3, 6.4% of the model) stays: depthwise")
+    assert str(report).count("stays:") == 2
+
+
+def test_a_layer_that_was_not_selected_is_named_and_many_small_weights_are_summed():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), *(nn.Linear(8, 8) for _ in range(20)))
+    lines = decompose(model, rank=0.25, select="0").notes()
+    assert lines[1] == "1.weight (64 x 64, 42.0% of the model) stays: not selected"
+    assert lines[2] == "smaller ones (13.1% of the model together) stay"
+
+
+def test_nothing_is_blamed_where_the_share_is_kept_or_none_of_the_parameters_was_asked_for():
+    assert decompose(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), rank=0.25).notes() == []
+    for options in ({"rank": 8}, {"rank": {"third": 0.25}}, {"rank": "error=0.5"}):
+        assert decompose(Tied(), **options).notes() == []
+
+
+def test_a_second_call_blames_nothing():
+    model = Tied()
+    decompose(model, rank=0.25)
+    assert decompose(model, rank=0.25).notes() == []

@@ -51,6 +51,14 @@ def test_the_module_s_own_logs_and_modes_are_left_alone():
     assert "training_step" not in vars(module)
 
 
+def test_a_share_that_the_model_misses_is_said_with_what_stays():
+    module = parts.blobs()
+    module.experts = torch.nn.Parameter(torch.randn(4, 16, 16))
+    notes = run(module).notes()
+    assert notes[0].startswith("rank=0.4 is asked for")
+    assert notes[1].startswith("experts (4 x 16 x 16, ")
+
+
 class NeedsSetup(parts.Blobs):
     """Its loader exists only after its own setup, which runs after every callback's."""
 
