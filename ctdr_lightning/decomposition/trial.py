@@ -45,6 +45,7 @@ class Trial:
         divergence: Mean divergence of the outputs, in nats; see `choose.divergence`. NaN where nothing was run.
         layers: The factorized layers by name, their last factors refitted.
         statistics: Running mean and variance that BatchNorm layers should have, by name.
+        refined: Whether all factors were moved towards the dense outputs.
     """
 
     choices: Choices
@@ -52,6 +53,7 @@ class Trial:
     divergence: float
     layers: Mapping[str, FactorizedLayer] = field(repr=False)
     statistics: Statistics = field(repr=False)
+    refined: bool = False
 
 
 class Bench:
@@ -111,7 +113,7 @@ class Bench:
 
     def refined(self, trial: Trial) -> Trial:
         """The same trial with all its factors moved towards the dense outputs, as far as that wins on the batches."""
-        if self._batches is None or self._judge is None or not trial.layers:
+        if self._batches is None or self._judge is None or not trial.layers or trial.refined:
             return trial
         model, answers = self._model, Answers(self._model, self._batches)
         before = trial.divergence, trial.statistics
@@ -120,7 +122,7 @@ class Bench:
             set_statistics(model, trial.statistics)
             flops = self._step_flops(trial)
             found = refine(model, trial.layers, answers, self._judge, settle, before, flops, self._progress)
-        return replace(trial, divergence=found[0], statistics=found[1])
+        return replace(trial, divergence=found[0], statistics=found[1], refined=True)
 
     def _settled(self, dense: Statistics) -> Statistics:
         """Give BatchNorm layers what the network as it stands should have; ``dense`` is what the dense one had."""

@@ -66,7 +66,7 @@ def fit_to_budget(
             ``"8GiB"``, a number, or a fraction of the device's memory. None asks for the least peak within
             ``max_loss``.
         max_slowdown: Longest step, in dense steps.
-        max_loss: Largest mean KL of the outputs to the dense model's, in nats; without a budget 0.005.
+        max_loss: Largest mean KL of the outputs to the dense model's, in nats, refined; without a budget 0.005.
         method: Decomposition method, or ``"auto"``.
         select: Patterns of the layers that may be factorized; None allows all.
         optimizer: Whose state counts as memory: a name such as ``"adam"``, or the optimizer itself.

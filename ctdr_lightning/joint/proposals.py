@@ -67,6 +67,10 @@ class Proposer:
         """The trial of a proposal's own choices."""
         return self._chooser.try_out(proposal.choices, proposal.start)
 
+    def refined(self, trial: Trial) -> Trial:
+        """A trial with all its factors moved towards the dense outputs."""
+        return self._chooser.refined(trial)
+
     def standing(self, trial: Trial) -> nn.Module:
         """A twin of the dense model in which a trial's layers stand."""
         twin = twin_of(self._chooser.model)

@@ -7,7 +7,7 @@ import torch
 
 from ctdr_lightning import BudgetFit, Tape, decompose, fit_to_budget
 from ctdr_lightning.basics.errors import CheckpointError, ConfigError, InfeasibleBudgetError
-from ctdr_lightning.decomposition import FactorizedLayer
+from ctdr_lightning.decomposition import FactorizedLayer, rank_chooser
 from ctdr_lightning.joint import pricing, search
 from ctdr_lightning.joint.turns import RealStep
 from tests.joint import parts
@@ -154,3 +154,28 @@ def test_arguments_that_cannot_be_used_are_refused():
         fit_to_budget(net, parts.step, parts.batches(), "1GiB", max_slowdown=0.0)
     with pytest.raises(ConfigError, match="max_loss"):
         fit_to_budget(net, parts.step, parts.batches(), "1GiB", max_loss=-1.0)
+
+
+def decided():
+    """The network with outputs far enough apart that ranks show in them."""
+    net = parts.network()
+    with torch.no_grad():
+        net[-1].weight.mul_(200)
+    return net
+
+
+def test_the_loss_allowed_is_that_of_refined_factors():
+    with rank_chooser(decided(), parts.batches(4), parts.step, progress=False) as chooser:
+        trial = chooser.best(0.25)
+        before, after = trial.divergence, chooser.refined(trial).divergence
+    limit = (before * after) ** 0.5
+    assert after < 0.5 * before
+    fit = fit_to_budget(decided(), parts.step, parts.batches(4), max_loss=limit, **PATIENT)
+    assert fit.loss <= limit
+    assert fit.parameters_after < 0.3 * fit.parameters_before  # as they were, ranks half as large would be over it
+
+
+def test_what_loses_too_much_even_refined_is_passed_over():
+    fit = fit_to_budget(decided(), parts.step, parts.batches(4), max_loss=0.002, **PATIENT)
+    assert fit.loss <= 0.002
+    assert any("refined too" in row.outcome for row in fit.considered)
