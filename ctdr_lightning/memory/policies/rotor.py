@@ -77,14 +77,16 @@ class Table:
     input_slots: np.ndarray
     saved_slots: np.ndarray
 
-    def schedule(self, slots: int) -> list[tuple[str, int]]:
-        """The best schedule of the whole chain: what to do, and with which stage.
+    def schedule(self, slots: int, first: int = 0, last: int = -1) -> list[tuple[str, int]]:
+        """The best schedule of a part of the chain: what to do, and with which stage.
 
         Args:
-            slots: Memory besides the chain's input; ``seconds[0, -1, slots]`` must be finite.
+            slots: Memory besides the part's input; ``seconds[first, last, slots]`` must be finite.
+            first: Its first stage.
+            last: Its last stage; -1 is the chain's.
         """
         steps: list[tuple[str, int]] = []
-        todo: list[tuple[Any, ...]] = [(0, self.seconds.shape[0] - 1, slots)]
+        todo: list[tuple[Any, ...]] = [(first, last % self.seconds.shape[0], slots)]
         while todo:
             item = todo.pop()
             if isinstance(item[0], str):
@@ -188,12 +190,12 @@ def rotor(step: Prepared, budget: Budget, options: RotorOptions) -> Timeline:
     chain = find_chain(step.trace).coarser(options.most_stages)
     room = max(step.plain_peak_bytes - step.trace.resident_bytes, 1)
     table = solve(links_of(step, chain), 0, room / options.n_slots, options.n_slots)
-    schedules = list(_distinct_schedules(table))
+    schedules = [(slots, table.schedule(slots)) for slots in distinct_slots(table.seconds[0, -1])]
     candidates: list[Actions | Timeline] = [{}]
     light_enough = float(options.n_slots)
     for slots, steps in schedules if budget.peak_bytes is not None else ():
         if slots <= light_enough:
-            tried = [judge(step, actions) for actions in _projections(chain, steps)]
+            tried = [judge(step, actions) for actions in projections(chain, steps)]
             excess = min(timeline.peak_bytes for timeline in tried) - (budget.peak_bytes or 0)
             candidates = [*candidates, *tried] if excess > 0 else [{}, *tried]
             if excess <= 0:
@@ -201,7 +203,7 @@ def rotor(step: Prepared, budget: Budget, options: RotorOptions) -> Timeline:
             light_enough = min(light_enough, slots - excess / room * options.n_slots / 2)
     if budget.peak_bytes is None:
         simulated = schedules if budget.seconds is not None else schedules[-N_LIGHTEST:]
-        candidates += [actions for _, steps in simulated for actions in _projections(chain, steps)]
+        candidates += [actions for _, steps in simulated for actions in projections(chain, steps)]
     return choose(step, candidates, budget, "rotor", chain.note)
 
 
@@ -232,15 +234,14 @@ def links_of(step: Prepared, chain: Chain) -> list[ChainLink]:
     return links
 
 
-def _distinct_schedules(table: Table) -> Iterator[tuple[int, list[tuple[str, int]]]]:
-    """From the fastest to the slowest, each with the fewest slots that it needs."""
-    times = table.seconds[0, -1]
+def distinct_slots(times: np.ndarray) -> Iterator[int]:
+    """Numbers of slots from the fastest schedule to the slowest, for each time the fewest that it needs."""
     for slots in range(len(times) - 1, -1, -1):
         if np.isfinite(times[slots]) and (not slots or times[slots - 1] != times[slots]):
-            yield slots, table.schedule(slots)
+            yield slots
 
 
-def _projections(chain: Chain, steps: Sequence[tuple[str, int]]) -> list[dict[int, Action]]:
+def projections(chain: Chain, steps: Sequence[tuple[str, int]]) -> list[dict[int, Action]]:
     """A schedule's actions; where it passes a stage thrice, also those that cache in the second pass already."""
     exact = actions_of(chain, steps)
     if RECOMPUTE_EACH not in exact.values():

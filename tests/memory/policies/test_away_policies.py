@@ -23,7 +23,7 @@ MOVING = (
     "vdnn", "vdnn_all", "vdnn_conv", "vdnn_plus", "flashneuron", "tflms", "cdma", "cswap", "ocdnn", "sentinel",
     "swapadvisor", "ssdtrain", "autotm", "together",
 )  # fmt: skip
-BOTH = ("capuchin", "superneurons")  # they recompute as well
+BOTH = ("capuchin", "superneurons", "pofo")  # they recompute as well
 NETS = ("residual", "GPT-2")
 COSTS = [
     CodecCost(name, c.exact, c.needs, c.payload_bits, c.side_bits, c.drops_zeros, 1e-10, 1e-10)
