@@ -4,7 +4,8 @@
     python -m benchmarks.documents --check  # exit 1 where a document differs from its data
 
 A block stands between ``<!-- from docs/data/NAME.json: PART -->`` and ``<!-- end -->``; ``PARTS`` says what
-makes a part of which data.
+makes a part of which data. The demo, ``benchmarks.joint`` and the evaluation write such JSON under ``outputs/``: a copy
+of it in ``docs/data/`` and one run of this are all that new figures need.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import joint
+from ctdr_recipes import demo
 from ctdr_recipes.evaluation.tables import PARTS as EVALUATION
 from ctdr_recipes.evaluation.tables import Evaluation
 
 ROOT = Path(__file__).parents[1]
 _BLOCK = re.compile(r"(<!-- from (?P<data>\S+): (?P<part>\w+) -->\n)(?P<text>.*?)(<!-- end -->)", re.DOTALL)
 PARTS: dict[str, Callable[[str, str], str]] = {
+    "demo": lambda text, _: f"```text\n{demo.table(demo.from_json(text))}\n```\n",
+    "joint": lambda text, _: joint.table(text),
     "evaluation": lambda text, part: EVALUATION[part](Evaluation.from_json(text)),
 }
 

@@ -5,12 +5,16 @@ network and fine-tunes it, the other chooses ranks and recomputation together fo
 table is measured in the run: accuracy on the held-out images, and over further training batches in those same Trainers
 the time of a step and its true peak of memory, weights, gradients, Adam's state and temporaries of the kernels
 included.
+
+``FOLDER/demo.json`` keeps the figures; the README's table is made from a committed copy of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
+import platform
 import warnings
 from collections.abc import Mapping
 from copy import deepcopy
@@ -25,7 +29,8 @@ from lightning import Callback, Trainer, seed_everything
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
-from ctdr_lightning import CTDRCallback, Recovery
+from ctdr_lightning import CTDRCallback, Recovery, __version__
+from ctdr_lightning.basics.files import write_text
 from ctdr_lightning.basics.progress_bar import track
 from ctdr_lightning.basics.units import format_bytes, format_seconds
 from ctdr_lightning.evaluate.measure import MemoryUse, one_thread
@@ -122,6 +127,29 @@ def table(rows: Mapping[str, Row]) -> str:
     return "\n".join(lines)
 
 
+def to_json(rows: Mapping[str, Row]) -> str:
+    """The table's figures as JSON, with the versions that they were measured with."""
+    versions = f"ctdr-lightning {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    figures = {
+        name: {
+            "parameters": row.parameters,
+            "accuracy": row.accuracy,
+            "peak_bytes": row.memory.peak_bytes,
+            "step_s": row.step_s,
+        }
+        for name, row in rows.items()
+    }
+    return json.dumps({"versions": versions, "rows": figures}, indent=1) + "\n"
+
+
+def from_json(text: str) -> dict[str, Row]:
+    """Read what ``to_json`` wrote; of the live bytes only the peak is kept."""
+    return {
+        name: Row(row["parameters"], row["accuracy"], MemoryUse((0.0,), (row["peak_bytes"],)), row["step_s"])
+        for name, row in json.loads(text)["rows"].items()
+    }
+
+
 def summary(rows: Mapping[str, Row]) -> str:
     """Say in a sentence what the last row is to the first."""
     names = list(rows)
@@ -192,6 +220,7 @@ def main() -> None:
     with one_thread():
         rows = run(effort, DigitsData(BATCH_SIZE))
     print(f"\n{table(rows)}\n\n{summary(rows)}")
+    write_text(FOLDER / "demo.json", to_json(rows))
     picture = FOLDER / "memory.png"
     curves = {name: row.memory.lasting(row.step_s) for name, row in rows.items() if name != "decomposed"}
     draw_memory(curves, picture, "One training step with Adam, batch 64: dense, and with CTDRCallback")

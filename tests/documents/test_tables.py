@@ -1,5 +1,7 @@
 """What is made from something else is what that makes of it."""
 
+import pytest
+
 from benchmarks.documents import ROOT, drifted, filled, notebook_of
 
 
@@ -19,6 +21,13 @@ def test_an_edited_number_of_the_evaluation_is_written_over():
     edited = page[:row] + page[row:].replace("4096", "4097", 1)
     assert edited != page
     assert filled(edited) == page
+
+
+@pytest.mark.parametrize(("path", "shown"), [("README.md", "1,940,970"), ("docs/joint.md", "x0.93")])
+def test_an_edited_figure_of_the_demo_or_the_joint_benchmark_is_written_over(path, shown):
+    page = (ROOT / path).read_text()
+    assert page.count(shown) == 1
+    assert filled(page.replace(shown, "1")) == page
 
 
 def test_a_block_is_made_anew_from_its_data(tmp_path, monkeypatch):

@@ -59,6 +59,13 @@ def test_the_picture_is_saved(short):
     assert (folder / "memory.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
+def test_the_figures_are_kept(short):
+    folder, rows = short
+    kept = demo.from_json((folder / "demo.json").read_text())
+    assert demo.to_json(kept) == demo.to_json(rows)
+
+
 @pytest.mark.parametrize("rank", [None, demo.RANKS["decomposed"]])
 def test_a_step_of_the_demos_net_is_bit_identical_under_its_plan(rank):
     images, labels = torch.randn(32, 1, 16, 16), torch.arange(32) % 10
@@ -91,3 +98,4 @@ def test_table_and_summary_show_what_was_measured():
     assert demo.summary(rows) == (
         "ours against dense: 4.0x fewer parameters, +0.50 points of accuracy, 50% of the peak, 50% of the step time"
     )
+    assert demo.table(demo.from_json(demo.to_json(rows))) == demo.table(rows)
