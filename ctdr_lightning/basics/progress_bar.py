@@ -1,17 +1,110 @@
-"""A progress bar for what takes over two seconds: rich where it is installed, plain lines otherwise."""
+"""One progress bar for what takes over two seconds: rich where it is installed, plain lines otherwise.
+
+What is tracked inside of something that is tracked, or inside `one_bar`, shares its bar, which says all that is under
+way: ``choose: 3 of 15, factorize: 2 of 8``.
+"""
 
 from __future__ import annotations
 
 import math
 import sys
+import threading
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TypeVar
 
 T = TypeVar("T")
+Show = Callable[[str, int], None]
 # What is done sooner needs no bar.
 PATIENCE_S = 2.0
+
+
+@dataclass(eq=False)
+class _Task:
+    label: str
+    total: int | None = None
+    n_done: int = 0
+
+    def __str__(self) -> str:
+        return self.label if self.total is None else f"{self.label}: {self.n_done} of {self.total}"
+
+
+class _Bar:
+    """What is under way, on the screen once that has lasted."""
+
+    def __init__(self, enabled: bool) -> None:
+        self._enabled, self._start_s = enabled, time.perf_counter()
+        self.tasks: list[_Task] = []
+        self._show: Show | None = None
+        self._stop: Callable[[], None] = lambda: None
+        self._lock = threading.Lock()
+        self._timer = threading.Timer(PATIENCE_S, self.say)  # what is under way may last without a word
+        self._timer.daemon = True
+        if enabled:
+            self._timer.start()
+
+    def say(self) -> None:
+        """Show what is done now."""
+        if time.perf_counter() - self._start_s < PATIENCE_S:
+            return
+        with self._lock:
+            tasks = list(self.tasks) if self._enabled else []
+            if tasks and self._show is None:
+                self._show, self._stop = open_bar(tasks[0].label, tasks[0].total or 1)
+            if tasks and self._show is not None:
+                self._show(", ".join(map(str, tasks)), tasks[0].n_done)
+
+    def close(self) -> None:
+        """Take it down."""
+        self._timer.cancel()
+        with self._lock:
+            self._enabled = False
+            self._stop()
+
+
+_now: _Bar | None = None
+
+
+@contextmanager
+def one_bar(enabled: bool = True) -> Iterator[None]:
+    """Show all that is tracked inside in one bar.
+
+    Args:
+        enabled: False shows nothing, whatever is tracked inside.
+    """
+    global _now
+    if _now is not None:
+        yield
+        return
+    _now = bar = _Bar(enabled)
+    try:
+        yield
+    finally:
+        _now = None
+        bar.close()
+
+
+@contextmanager
+def doing(label: str) -> Iterator[None]:
+    """Say in the bar that there is, if any, what is done inside."""
+    if _now is None:
+        yield
+        return
+    with _under_way(_now, _Task(label)):
+        yield
+
+
+@contextmanager
+def _under_way(bar: _Bar, task: _Task) -> Iterator[None]:
+    bar.tasks.append(task)
+    bar.say()
+    try:
+        yield
+    finally:
+        bar.tasks.remove(task)
 
 
 def track(items: Iterable[T], label: str, *, total: int, enabled: bool = True) -> Generator[T]:
@@ -23,49 +116,48 @@ def track(items: Iterable[T], label: str, *, total: int, enabled: bool = True) -
         total: How many items there are.
         enabled: False shows nothing.
     """
-    start_s = time.perf_counter()
-    show: Callable[[int], None] | None = None
-    stop: Callable[[], None] | None = None
-    try:
-        for n_done, item in enumerate(items):
-            if enabled and show is None and time.perf_counter() - start_s > PATIENCE_S:
-                show, stop = open_bar(label, total)
-            if show is not None:
-                show(n_done)
-            yield item
-    finally:
-        if stop is not None:
-            stop()
+    if not enabled:
+        yield from items
+        return
+    task = _Task(label, total)
+    with one_bar():
+        assert _now is not None
+        bar = _now
+        with _under_way(bar, task):
+            for task.n_done, item in enumerate(items):
+                bar.say()
+                yield item
 
 
-def _plain(label: str, total: int) -> Callable[[int], None]:
+def _plain() -> Show:
     last_s = -math.inf
 
-    def show(n_done: int) -> None:
+    def show(text: str, n_done: int) -> None:
         nonlocal last_s
         if time.perf_counter() - last_s > PATIENCE_S:
             last_s = time.perf_counter()
-            print(f"{label}: {n_done} of {total}", file=sys.stderr, flush=True)
+            print(text, file=sys.stderr, flush=True)
 
     return show
 
 
-def open_bar(label: str, total: int) -> tuple[Callable[[int], None], Callable[[], None]]:
+def open_bar(label: str, total: int) -> tuple[Show, Callable[[], None]]:
     """Open a bar on a terminal, or plain lines elsewhere.
 
     Args:
-        label: Stands before the count.
+        label: What is being done.
         total: How many items there are.
 
     Returns:
-        A function that shows how many are done, and one that takes the bar down.
+        A function that shows what is done now and how many items are done, and one that takes the bar down.
     """
     if find_spec("rich") is None or not sys.stderr.isatty():
-        return _plain(label, total), lambda: None
+        return _plain(), lambda: None
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    bar = Progress(console=Console(stderr=True), transient=True)
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
     task = bar.add_task(label, total=total)
     bar.start()
-    return lambda n_done: bar.update(task, completed=n_done), bar.stop
+    return lambda text, n_done: bar.update(task, description=text, completed=n_done), bar.stop

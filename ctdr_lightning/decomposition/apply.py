@@ -11,6 +11,7 @@ from torch import nn
 
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.interrupts import interrupts_held
+from ctdr_lightning.basics.progress_bar import one_bar
 from ctdr_lightning.decomposition.algorithms.solvers import SOLVERS
 from ctdr_lightning.decomposition.choose.batches import Batches, Step
 from ctdr_lightning.decomposition.choose.choices import Choices, checked
@@ -106,7 +107,7 @@ def decompose(
     n_before = _n_parameters(model)
     shaped = example_input is not None or input_shapes is not None
     costs = CostModel(optimizer, recompute, measure, gates=shaped)
-    with opened(model):
+    with opened(model), one_bar(progress):
         layers = find_layers(model, None if choices is not None else select)
         if example_input is not None:
             layers = with_shapes(model, layers, example_input)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ctdr_lightning.basics.checks import real
 from ctdr_lightning.basics.errors import ConfigError
-from ctdr_lightning.basics.progress_bar import track
+from ctdr_lightning.basics.progress_bar import one_bar, track
 from ctdr_lightning.basics.units import parse_bytes
 from ctdr_lightning.decomposition.choose.choices import LayerChoice
 from ctdr_lightning.decomposition.choose.costs import OPTIMIZER_STATES
@@ -95,8 +95,9 @@ def fit_to_budget(
     drawn = list(islice(batches, _N_BATCHES))
     if not drawn:
         raise ConfigError("batches has no batch.", "Give a data loader, or a list of training batches.")
-    bar = track(count(), "choose", total=1 + len(RESOURCES) * len(SHARES), enabled=progress)
-    with rank_chooser(model, drawn, step, select=select, method=method, progress=False) as chooser:
+    bar = track(count(), "choose ranks", total=1 + len(RESOURCES) * len(SHARES), enabled=progress)
+    chosen_from = rank_chooser(model, drawn, step, select=select, method=method, progress=progress)
+    with one_bar(progress), chosen_from as chooser:
         with unmoved(model), closing(bar):
             beside = beside_bytes if callable(beside_bytes) else lambda _candidate: beside_bytes
             pricer = Pricer(model, step, drawn[0], states_per_weight(optimizer), beside)

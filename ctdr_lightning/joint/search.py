@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
+from ctdr_lightning.basics.progress_bar import doing
 from ctdr_lightning.basics.units import format_bytes, format_roomy
 from ctdr_lightning.decomposition.choose.choices import Choices
 from ctdr_lightning.decomposition.trial import Trial
@@ -154,7 +155,8 @@ class JointSearch:
     def look(self, proposal: Proposal) -> PricedChoice:
         """Price a proposal and plan its step; its outcome says where it breaks the limits."""
         self._note()
-        price = self._pricer.price(proposal.choices)
+        with doing("record"):
+            price = self._pricer.price(proposal.choices)
         keep_bytes = Simulator(price.trace).peak_bytes
         loss = _UNKNOWN_LOSS if proposal.choices.factorized else 0.0
         row = Considered(
@@ -169,7 +171,8 @@ class JointSearch:
             return found.told(peak_bytes=floor, outcome=f"no plan goes below {format_bytes(floor)}")
         seconds = None if budget is not None else max(self._limit_s, found.trace.seconds)
         try:
-            made = plan(found.trace, Budget(budget, seconds, PLANNING_S))
+            with doing("plan"):
+                made = plan(found.trace, Budget(budget, seconds, PLANNING_S))
         except InfeasibleBudgetError as error:
             least = error.least_peak_bytes
             return found.told(peak_bytes=least, outcome=f"no plan goes below {format_bytes(least)}")
@@ -257,6 +260,7 @@ class JointSearch:
         found += [candidate for resource in RESOURCES for candidate in self._ladder(resource)]
         yield from sorted(found, key=lambda candidate: candidate.row.peak_bytes)
 
+    @doing("time")
     def timed(self, found: PricedChoice) -> PricedChoice:
         """Run a candidate's step under its plan, count its peak and time it in turns with the dense step."""
         self._note()

@@ -8,6 +8,7 @@ from weakref import ref
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.basics.progress_bar import one_bar
 from ctdr_lightning.joint.budget_fit import BudgetFit
 from ctdr_lightning.recovery.transaction import all_or_nothing, layers_as_now
 from ctdr_lightning.trainer.accuracy.budget_choice import BudgetChoice
@@ -61,7 +62,7 @@ class FitRun:
         self.surgeon = Surgeon(options.decomposition(), options.read_choices(), options.recovery)
         if options.recovery is not None and not self.surgeon.decomposes:
             raise ConfigError("recovery is given, but nothing is decomposed.", "Give rank=, or leave recovery out.")
-        self.coach = Coach(options.recovery, self.surgeon) if options.recovery is not None else None
+        self.coach = Coach(options.recovery, self.surgeon, options.verbose) if options.recovery is not None else None
         self.memory = MemoryStage(options)
         self.states = OptimizerStates(options.optimizer_state, options.disk_folder)
         self.steps = StepRunner()
@@ -116,7 +117,8 @@ class FitRun:
     def cut(self, trainer: Trainer, module: LightningModule) -> None:
         """Decide what is decomposed, and cut what is cut before training; whole or not at all."""
         coaching = [self.coach.as_now()] if self.coach is not None else []
-        with all_or_nothing(layers_as_now(module), self.surgeon.as_now(), *coaching):
+        shown = one_bar(self._options.verbose and trainer.is_global_zero)
+        with shown, all_or_nothing(layers_as_now(module), self.surgeon.as_now(), *coaching):
             if self.coach is not None:
                 self.coach.prepare(module)
             self.surgeon.decide(module, trainer.strategy, self._decomposer(trainer))

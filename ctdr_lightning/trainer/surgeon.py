@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ from torch import nn
 
 from ctdr_lightning.basics.errors import CheckpointError, ConfigError, CTDRError
 from ctdr_lightning.decomposition import Choices, Report, decompose
+from ctdr_lightning.decomposition.losses import LossyLayerWarning
 from ctdr_lightning.decomposition.report import LayerReport
 from ctdr_lightning.recovery.decisions import split
 from ctdr_lightning.recovery.duplicate import duplicate
@@ -185,7 +187,9 @@ class Surgeon:
         if self.choices is None or stage == 0:
             return
         names = {name for names in self.stages[:stage] for name in names}
-        decompose(model, choices=self.choices.only(names), progress=False)
+        with warnings.catch_warnings():  # it was said on rank 0, by the errors after the refit
+            warnings.simplefilter("ignore", LossyLayerWarning)
+            decompose(model, choices=self.choices.only(names), progress=False)
 
     def surgery(self) -> Surgery:
         """What a checkpoint keeps."""

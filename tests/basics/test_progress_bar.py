@@ -1,4 +1,5 @@
 import sys
+import time
 
 import pytest
 
@@ -36,3 +37,56 @@ def test_bar_on_a_terminal_is_taken_down_even_after_an_error(monkeypatch):
     with pytest.raises(ValueError, match="broken"):
         list(progress.track(items(), "try", total=2))
     assert stopped == [True]
+
+
+def lines(capsys):
+    return capsys.readouterr().err.splitlines()
+
+
+@pytest.fixture
+def _impatient(monkeypatch):
+    monkeypatch.setattr(progress, "PATIENCE_S", -1.0)
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_what_is_tracked_inside_shares_the_bar_and_says_all_that_is_under_way(capsys):
+    for _ in progress.track(range(2), "choose", total=2):
+        with progress.doing("record"):
+            pass
+        list(progress.track("ab", "factorize", total=2))
+    found = lines(capsys)
+    assert "choose: 1 of 2, record" in found
+    assert "choose: 1 of 2, factorize: 1 of 2" in found
+    assert not any(line.startswith(("record", "factorize")) for line in found)
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_one_after_the_other_is_one_bar(monkeypatch, capsys):
+    opened = []
+    real = progress.open_bar
+    monkeypatch.setattr(progress, "open_bar", lambda label, total: (opened.append(label), real(label, total))[1])
+    with progress.one_bar():
+        list(progress.track("ab", "choose", total=2))
+        list(progress.track("ab", "factorize", total=2))
+    assert opened == ["choose"]
+    assert "factorize: 1 of 2" in lines(capsys)
+    list(progress.track("ab", "alone", total=2))
+    assert opened == ["choose", "alone"]
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_inside_a_disabled_bar_all_is_quiet(capsys):
+    with progress.one_bar(enabled=False), progress.doing("plan"):
+        assert list(progress.track("ab", "choose", total=2)) == ["a", "b"]
+    assert lines(capsys) == []
+
+
+def test_what_lasts_without_a_word_is_said_all_the_same(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "PATIENCE_S", 0.05)
+    with progress.one_bar(), progress.doing("plan the step"):
+        time.sleep(0.5)
+    assert lines(capsys) == ["plan the step"]
+    with progress.one_bar(), progress.doing("quick"):
+        pass
+    time.sleep(0.2)
+    assert lines(capsys) == []

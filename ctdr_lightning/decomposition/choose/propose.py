@@ -84,7 +84,7 @@ def propose(layers: Sequence[Layer], request: Request) -> Choices:
     found = each(
         lambda layer: _choice_for(layer, request),
         layers,
-        "rank",
+        "try ranks",
         progress=request.progress,
         parallel=on_processor(layers),
     )

@@ -157,7 +157,7 @@ class RankSearch:
             found = each(
                 lambda layer: layer_candidates(layer, request.methods_for(layer), request.multiple),
                 layers,
-                "rank",
+                "try ranks",
                 progress=request.progress,
                 parallel=on_processor(layers),
             )

@@ -38,10 +38,12 @@ class Coach:
     Args:
         recovery: The schedule.
         surgeon: Cuts the layers.
+        verbose: Whether to print what it does.
     """
 
-    def __init__(self, recovery: Recovery, surgeon: Surgeon) -> None:
+    def __init__(self, recovery: Recovery, surgeon: Surgeon, verbose: bool = True) -> None:
         self.recovery = recovery
+        self._verbose = verbose
         self.surgeon = surgeon
         self.progress = Progress()
         self.teacher: Teacher | None = None
@@ -219,6 +221,10 @@ class Coach:
         if self.teacher is not None and "teacher" in state:
             self.teacher.load_state_dict(state["teacher"])
 
+    def _say(self, text: str) -> None:
+        if self._verbose:
+            rank_zero_info(f"CTDR: {text}")
+
     def _check_schedule(self, trainer: Any) -> None:
         warm = any(phase.warmup_epochs for phase in self.recovery.phases)
         if warm and math.isinf(trainer.num_training_batches):
@@ -230,7 +236,7 @@ class Coach:
     def _measure_reference(self, trainer: Any, dense: nn.Module | None) -> None:
         if self.recovery.reference == "measure" and dense is not None:
             self.progress.reference = measure(trainer, dense, str(self.recovery.monitor))
-            rank_zero_info(f"CTDR: dense {self.recovery.monitor} {self.progress.reference:.4f}")
+            self._say(f"dense {self.recovery.monitor} {self.progress.reference:.4f}")
 
     def _cut(self, trainer: Any, module: LightningModule, epoch: int) -> None:
         self._freezer.thaw()
@@ -243,7 +249,7 @@ class Coach:
         self.surgeon.cut(module, self.progress.stage)
         self._rebuild(trainer)
         self._settle(trainer, module)
-        rank_zero_info(f"CTDR: stage {self.progress.stage} of {self.progress.stages} cut before epoch {epoch}")
+        self._say(f"stage {self.progress.stage} of {self.progress.stages} cut before epoch {epoch}")
 
     def _settle(self, trainer: Any, module: LightningModule) -> None:
         """Re-estimate BatchNorm, and measure before and after where the user lets us."""
@@ -265,8 +271,8 @@ class Coach:
         assert self._snapshot is not None
         match_structure(module, self._snapshot["model"])
         module.load_state_dict(self._snapshot["model"])
-        rank_zero_info(
-            f"CTDR: stage {self.progress.stage} rolled back: {self.recovery.monitor} {self.progress.metric:.4f}, "
+        self._say(
+            f"stage {self.progress.stage} rolled back: {self.recovery.monitor} {self.progress.metric:.4f}, "
             f"dense {self.progress.reference:.4f}"
         )
         self.progress.stage -= 1
@@ -289,7 +295,7 @@ class Coach:
 
     def _stop_if_recovered(self, trainer: Any, epoch: int) -> None:
         if next_move(self.recovery, self.progress, epoch) == "stop":
-            rank_zero_info(f"CTDR: recovered, {self.recovery.monitor} {self.progress.metric:.4f}; training stops")
+            self._say(f"recovered, {self.recovery.monitor} {self.progress.metric:.4f}; training stops")
             trainer.should_stop = True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 
@@ -31,7 +32,20 @@ def opening_table(report: Report) -> str:
     stay = "layer stays" if len(dense) == 1 else "layers stay"
     notes = [f"{len(dense)} {stay} dense: {_reasons(dense)}"] if dense else []
     notes += report.notes()
-    return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], *(clipped(note) for note in notes)])
+    table = [lines[0], rule, *lines[1:-1], *([rule] if rows else []), lines[-1]]
+    return "\n".join([*table, *map(wrapped, notes)])
+
+
+def wrapped(text: str, width: int = WIDTH) -> str:
+    """Text whose lines are broken between words where they are too long for a console.
+
+    Example:
+        >>> print(wrapped("two short lines", 9))
+        two short
+        lines
+    """
+    lines = [textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) for line in text.splitlines()]
+    return "\n".join("\n".join(line) for line in lines)
 
 
 def clipped(text: str, width: int = WIDTH) -> str:
@@ -49,13 +63,17 @@ def _cells(row: LayerReport) -> tuple[str, ...]:
     error = "" if row.relative_error != row.relative_error else f"{row.relative_error:.3f}"
     sizes = f"{row.parameters_before:,} -> {row.parameters_after:,}"
     kept = f"{row.parameters_after / max(row.parameters_before, 1):.1%}"
-    return name, row.method or "", " x ".join(map(str, row.ranks)), sizes, kept, error, row.reason
+    return name, row.method or "", " x ".join(map(str, row.ranks)), sizes, kept, error, _shortly(row)
 
 
 def _reasons(rows: Sequence[LayerReport]) -> str:
     """The reasons with how often each was given, the most frequent first, without their figures."""
-    counts = Counter(row.reason.partition(",")[0].partition(":")[0].partition(" (")[0] for row in rows)
+    counts = Counter(map(_shortly, rows))
     return ", ".join(f"{reason} ({n})" if len(counts) > 1 else reason for reason, n in counts.most_common())
+
+
+def _shortly(row: LayerReport) -> str:
+    return row.reason.partition(",")[0].partition(":")[0].partition(" (")[0]
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -18,7 +18,7 @@ from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.reports.loggers import publish_figure, publish_run, publish_text
 from ctdr_lightning.trainer.reports.memory_report import MemoryReport
 from ctdr_lightning.trainer.reports.monitor import Monitor, utilisation
-from ctdr_lightning.trainer.reports.opening import clipped, opening_table
+from ctdr_lightning.trainer.reports.opening import opening_table, wrapped
 from ctdr_lightning.trainer.reports.out_of_memory import write_account
 from ctdr_lightning.trainer.reports.run_history import RunHistory
 from ctdr_lightning.trainer.reports.summary import RunFacts, closing_summary
@@ -82,8 +82,9 @@ class Reporter:
         """Print the decomposition, once."""
         report = self._report(module) if self._verbose and not self._printed_decomposition else None
         if report is not None:
-            chosen = self.fit if not self._resumed else None
-            rank_zero_info(f"CTDR:\n{clipped(str(chosen)) if chosen is not None else opening_table(report)}")
+            chosen = ["", *self.fit.sentences()] if self.fit is not None and not self._resumed else []
+            text = "\n".join([opening_table(report), *map(wrapped, chosen)])
+            rank_zero_info(f"CTDR:\n{text}")
             self._printed_decomposition = True
 
     def parameter_counts(self, trainer: Any, module: LightningModule) -> dict[str, float]:
@@ -123,7 +124,7 @@ class Reporter:
 
     def _publish_plan(self, trainer: Any, events: list[str]) -> None:
         for event in events if self._verbose else []:
-            rank_zero_info(f"CTDR: {event}")
+            rank_zero_info(wrapped(f"CTDR: {event}"))
         text = "\n".join([*events, "", self._memory_report.explain()])
         publish_text(trainer.loggers, "ctdr/memory_plan", text, trainer.global_step)
         picture = self._memory_report.picture()
@@ -157,7 +158,7 @@ class Reporter:
         )
         text = closing_summary(facts)
         if self._verbose:
-            rank_zero_info(f"CTDR:\n{text}")
+            rank_zero_info(f"CTDR:\n{wrapped(text)}")
         publish_text(trainer.loggers, "ctdr/summary", text, trainer.global_step)
 
     def _publish_run(self, trainer: Any, module: LightningModule) -> None:

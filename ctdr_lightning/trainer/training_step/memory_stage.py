@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import OutOfMemoryError
 
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
+from ctdr_lightning.basics.progress_bar import doing, one_bar
 from ctdr_lightning.basics.units import MIB, format_bytes, parse_bytes
 from ctdr_lightning.joint.promise import promise
 from ctdr_lightning.memory import Plan, Session, Trace, plan, simulate
@@ -132,12 +133,19 @@ class MemoryStage:
         if self._budget_bytes is not None and self.rest_peak_bytes > self._budget_bytes:
             self._refuse(self._too_large(end_bytes, standing))
         try:
-            made = self._best(standing)
+            with one_bar(self._shown), doing("plan the step"):
+                made = self._best(standing)
         except InfeasibleBudgetError as error:
             self._refuse(error)
             made = plan(standing, Budget(seconds=math.inf))  # the least peak at any time
         self._n_planned += 1
         return made
+
+    @property
+    def _shown(self) -> bool:
+        """Whether the user is told what is done."""
+        trainer: Any = self._module.trainer if self._module is not None else None
+        return self._options.verbose and trainer is not None and trainer.is_global_zero
 
     def _best(self, trace: Trace) -> Plan:
         if self._budget_bytes is not None and self._options.policy == "auto":

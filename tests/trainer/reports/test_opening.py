@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ctdr_lightning import decompose
-from ctdr_lightning.trainer.reports.opening import WIDTH, clipped, opening_table
+from ctdr_lightning.trainer.reports.opening import WIDTH, clipped, opening_table, wrapped
 
 
 class Deep(nn.Module):
@@ -39,7 +39,18 @@ def test_a_share_that_is_missed_names_what_stays():
     model = nn.Sequential(nn.Linear(256, 256), nn.Conv2d(256, 256, 3, groups=256))
     model.experts = nn.Parameter(torch.randn(2, 128, 128))
     lines = opening_table(decompose(model, 0.3)).splitlines()
-    assert lines[-3].startswith("rank=0.3 is asked for, 53.9%")
-    assert lines[-2] == "experts (2 x 128 x 128, 32.4% of the model) stays: no layer kind covers it"
-    assert lines[-1].startswith("1.weight (256 x 1 x 3 x 3, 2.3% of the model) stays: depthwise")
+    assert lines[-4].startswith("rank=0.3 is asked for, 53.9%")
+    assert lines[-3] == "experts (2 x 128 x 128, 32.4% of the model) stays: no layer kind covers it"
+    assert lines[-2].startswith("1.weight (256 x 1 x 3 x 3, 2.3% of the model) stays: depthwise")
     assert max(map(len, lines)) <= WIDTH
+
+
+def test_reasons_are_short_enough_to_be_read():
+    report = decompose(nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)), 0.3)
+    assert "…" not in opening_table(report)
+
+
+def test_long_texts_are_broken_between_words():
+    text = wrapped(" ".join(["word"] * 50))
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert text.split() == ["word"] * 50
