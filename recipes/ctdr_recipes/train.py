@@ -25,6 +25,7 @@ from ctdr_lightning.decomposition.layers.from_checkpoint import restore
 from ctdr_recipes.building import build
 from ctdr_recipes.folders import configs_of
 from ctdr_recipes.resume import Resume
+from ctdr_recipes.slurm import check_slurm
 from ctdr_recipes.spelling import check_overrides
 
 CONFIGS = configs_of(__file__)
@@ -133,6 +134,7 @@ def command() -> None:
     """Check the command line's overrides, then run them."""
     if not any(word.startswith(("--config-path", "-cp", "--config-name", "-cn")) for word in sys.argv):
         check_overrides(sys.argv[1:], CONFIGS)
+        check_slurm(sys.argv[1:], CONFIGS)
     main()
 
 
