@@ -57,6 +57,8 @@ class CTDRCallback(Callback):
             of names for others, None not at all.
         optimizer_state: Where the optimizers' state waits between their steps: ``"host"`` (of a GPU), ``"disk"``, or
             None for the device.
+        optimizer_step: ``"in_backward"`` updates each parameter as its gradient is ready and frees the gradient, with
+            the same weights to the bit; None steps after the backward.
 
     Attributes:
         options: The arguments.
@@ -92,12 +94,13 @@ class CTDRCallback(Callback):
         disk_folder: str | Path | None = None,
         codecs: str | list[str] | None = None,
         optimizer_state: str | None = None,
+        optimizer_step: str | None = None,
     ) -> None:
         super().__init__()
         self.options = CallbackOptions(
             rank, method, select, memory_budget, policy, Recovery.read(recovery), choices, allocate, data, max_slowdown,
             max_loss, retry_on_oom, keep_gradients, over_budget, allow_untested, verbose, offload, disk_folder, codecs,
-            optimizer_state,
+            optimizer_state, optimizer_step,
         )  # fmt: skip
         self.run = FitRun(self.options)
 

@@ -9,7 +9,8 @@ two phases (ASPLOS 2020) and DTR (ICLR 2021) in one engine.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -211,6 +212,19 @@ class Session:
         if self.budget_bytes is not None and kind is not None:
             untouched = kind.plan is None or kind.plan.keeps_all
             self._fingerprint += (graph_of(loss),) if untouched else ()
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """What runs inside is none of the step: an optimizer's update."""
+        recorder = self._recorder
+        if recorder is None:
+            yield
+            return
+        recorder.resting = True
+        try:
+            yield
+        finally:
+            recorder.resting = False
 
     def forward_done(self) -> None:
         """After the forward: a tape leaves, its handles go on working; a recorder stays for the backward."""

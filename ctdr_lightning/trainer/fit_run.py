@@ -29,6 +29,7 @@ from ctdr_lightning.trainer.training_step.device import peak_flops
 from ctdr_lightning.trainer.training_step.memory_stage import MemoryStage
 from ctdr_lightning.trainer.training_step.optimizer_states import OptimizerStates
 from ctdr_lightning.trainer.training_step.retry import is_out_of_memory
+from ctdr_lightning.trainer.training_step.step_in_backward import StepInBackward
 from ctdr_lightning.trainer.training_step.step_runner import StepRunner
 
 
@@ -43,6 +44,7 @@ class FitRun:
         coach: Wins the accuracy back; None without recovery.
         memory: Plans the steps.
         states: Keeps the optimizers' state elsewhere, where that is asked for.
+        in_backward: Updates parameters inside the backward, where that is asked for.
         steps: Wraps ``training_step`` and ``backward``.
         monitor: Counts batches and samples.
         reporter: Says what the run does.
@@ -65,7 +67,8 @@ class FitRun:
         self.coach = Coach(options.recovery, self.surgeon, options.verbose) if options.recovery is not None else None
         self.memory = MemoryStage(options)
         self.states = OptimizerStates(options.optimizer_state, options.disk_folder)
-        self.steps = StepRunner()
+        self.in_backward = StepInBackward(asked=options.optimizer_step == "in_backward")
+        self.steps = StepRunner(self.in_backward)
         self.monitor = Monitor()
         self.reporter = Reporter(options, self.surgeon, self.memory, self.steps, self.monitor)
         self.randomness = Randomness()
@@ -158,11 +161,13 @@ class FitRun:
         if self.coach is not None:
             self.steps.release()
             self.states.release()  # a cut gives the optimizers other parameters
+            self.in_backward.release()
             self.coach.epoch_start(trainer, module)
             self._attach(trainer, module)
 
     def _attach(self, trainer: Trainer, module: LightningModule) -> None:
         self.states.attach(trainer)
+        self.in_backward.attach(trainer, module, keeps_gradients=bool(self._options.keep_gradients))
         if not has_compiled_step(module):
             self.memory.prepare(trainer, module)
         self.steps.session = self.memory.session
@@ -227,6 +232,7 @@ class FitRun:
         if self.coach is not None:
             self.steps.release()  # the module is copied; the next epoch wraps its step again
             self.states.release()  # and so is the optimizers' state
+            self.in_backward.release()
             self.coach.epoch_trained(trainer, module)
 
     def training_done(self, trainer: Trainer) -> None:
@@ -251,6 +257,7 @@ class FitRun:
         self.steps.release()
         self.memory.release()
         self.states.release(over=True)
+        self.in_backward.release()
         if self.coach is not None:
             self.coach.release()
 

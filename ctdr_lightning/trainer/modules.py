@@ -8,14 +8,14 @@ from ctdr_lightning.basics.errors import CheckpointError, ConfigError, CTDRError
 from ctdr_lightning.trainer.structure import match_structure
 
 M = TypeVar("M")
-_BASES = ("lightning.", "pytorch_lightning.")
+_BASES = ("lightning.", "pytorch_lightning.", "ctdr_lightning.")
 # Tensors up to this size are copied before each step, to be put back where it fails: BatchNorm's statistics, counters
 # and metrics are below; to copy 2**16 elements takes about as long as to launch it.
 SMALL_ELEMENTS = 2**16
 
 
 def overrides(module: object, name: str) -> bool:
-    """Whether the user's class defines a hook, rather than Lightning's base classes alone."""
+    """Whether the user's class defines a hook, rather than Lightning's base classes or ours alone."""
     owner = next((kind for kind in type(module).__mro__ if name in vars(kind)), None)
     return owner is not None and not owner.__module__.startswith(_BASES)
 

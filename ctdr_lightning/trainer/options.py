@@ -50,6 +50,7 @@ class CallbackOptions:
     disk_folder: Any = None
     codecs: Any = None
     optimizer_state: str | None = None
+    optimizer_step: str | None = None
 
     def __post_init__(self) -> None:
         self._check_decomposition()
@@ -63,6 +64,7 @@ class CallbackOptions:
         self.places()
         if self.optimizer_state is not None:
             _known(HOLDERS, "optimizer_state", self.optimizer_state)
+        self._check_optimizer_step()
         for name in ("retry_on_oom", "allow_untested", "verbose"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is no truth value.", "Write True or False.")
@@ -72,6 +74,19 @@ class CallbackOptions:
             )
         if self.over_budget not in OVER_BUDGET:
             raise ConfigError(f"over_budget={self.over_budget!r} is not known.", f"Valid: {', '.join(OVER_BUDGET)}.")
+
+    def _check_optimizer_step(self) -> None:
+        if self.optimizer_step not in ("in_backward", None):
+            raise ConfigError(
+                f"optimizer_step={self.optimizer_step!r} is not known.",
+                'Write "in_backward", or None to step after the backward.',
+            )
+        if self.optimizer_step is not None and self.optimizer_state is not None:
+            raise ConfigError(
+                f"optimizer_step={self.optimizer_step!r} and optimizer_state={self.optimizer_state!r} are given: state "
+                "that waits elsewhere is brought back a chunk of parameters at a time, after the backward.",
+                "Leave one of the two out.",
+            )
 
     def _check_decomposition(self) -> None:
         if self.rank is None or self.fits_budget:

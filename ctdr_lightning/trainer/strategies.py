@@ -37,6 +37,11 @@ def is_sharded(strategy: Any) -> bool:
     return _SHARDED in _classes(strategy)
 
 
+def is_on_one_device(strategy: Any) -> bool:
+    """Whether one process trains on one device, and exchanges nothing."""
+    return "SingleDeviceStrategy" in _classes(strategy)
+
+
 def check_strategy(strategy: Any, *, cuts: bool, changes: bool, allow_untested: bool) -> None:
     """Refuse a strategy under which the run would fail or be wrong.
 

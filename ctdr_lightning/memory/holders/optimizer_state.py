@@ -241,16 +241,22 @@ def _can_move(tensor: Tensor) -> bool:
     return plain and tensor.untyped_storage().nbytes() == tensor.nbytes >= LEAST_BYTES
 
 
+def updates_one_by_one(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is known to update each parameter by its own gradient and state alone."""
+    kind = type(optimizer)
+    return kind.__module__.startswith("torch.optim") and kind.__name__ not in NOT_BY_PARAMETER
+
+
 def check_movable(optimizer: Optimizer) -> None:
     """Refuse an optimizer whose state cannot wait elsewhere.
 
     Raises:
         ConfigError: When it is none of ``torch.optim``, needs all parameters at once, or keeps shards.
     """
-    kind = type(optimizer)
-    if not kind.__module__.startswith("torch.optim") or kind.__name__ in NOT_BY_PARAMETER:
+    if not updates_one_by_one(optimizer):
         raise ConfigError(
-            f"The state of {kind.__name__} cannot wait elsewhere: it is not known to update its parameters one by one.",
+            f"The state of {type(optimizer).__name__} cannot wait elsewhere: it is not known to update its parameters "
+            "one by one.",
             "Use an optimizer of torch.optim other than LBFGS, or leave optimizer_state out.",
         )
     if any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):

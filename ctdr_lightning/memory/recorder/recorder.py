@@ -52,6 +52,7 @@ class Recorder(OpMode):
 
     Attributes:
         exchanged: Whether an op has exchanged data with other processes.
+        resting: Whether ops run without being logged.
     """
 
     # torch refuses a higher-order operator (`torch.cond`, flex_attention) under a mode that does not say it takes them.
@@ -67,7 +68,7 @@ class Recorder(OpMode):
         super().__init__()
         self._standing = tuple(standing)
         self.log = StepLog()
-        self.exchanged = False
+        self.exchanged = self.resting = False
         self._model = model
         self.evictor = evictor
         self._table = ValueTable()
@@ -108,7 +109,8 @@ class Recorder(OpMode):
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # questions such as a fake tensor's device: no op of the step
+        # "prim" are questions such as a fake tensor's device: no op of the step
+        if self.resting or func.namespace == "prim":
             return func(*args, **kwargs)
         backward = graph_task_id() != -1
         pin = pin_reason_of_types(tuple(types)) if types else ""

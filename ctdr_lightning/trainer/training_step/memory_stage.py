@@ -126,10 +126,12 @@ class MemoryStage:
         self._machine = self._machine or self._places.measured()
         equipped = trace.with_static(self._optimizer.state + self._copied_bytes).with_machine(*self._machine)
         standing = _with_forward_bytes(equipped, self._kept_bytes)
+        if self._steps_in_backward:
+            standing = _with_backward_bytes(standing, self._optimizer.temporary)
         plain = simulate(standing).bytes_at
         end_bytes = int(plain[-1]) if len(plain) else standing.resident_bytes
         end_bytes -= self._copied_bytes  # they are gone when the backward is over
-        self.rest_peak_bytes = end_bytes + self._optimizer.temporary
+        self.rest_peak_bytes = end_bytes + (0 if self._steps_in_backward else self._optimizer.temporary)
         if self._budget_bytes is not None and self.rest_peak_bytes > self._budget_bytes:
             self._refuse(self._too_large(end_bytes, standing))
         try:
@@ -146,6 +148,10 @@ class MemoryStage:
         """Whether the user is told what is done."""
         trainer: Any = self._module.trainer if self._module is not None else None
         return self._options.verbose and trainer is not None and trainer.is_global_zero
+
+    @property
+    def _steps_in_backward(self) -> bool:
+        return self._options.optimizer_step is not None
 
     def _best(self, trace: Trace) -> Plan:
         if self._budget_bytes is not None and self._options.policy == "auto":
@@ -317,3 +323,11 @@ def _with_forward_bytes(trace: Trace, n_bytes: int) -> Trace:
     if not n_bytes or not trace.n_ticks:
         return trace
     return replace(trace, storages=(*trace.storages, StorageRecord(n_bytes, 0, max(_forward_ticks(trace) - 1, 0))))
+
+
+def _with_backward_bytes(trace: Trace, n_bytes: int) -> Trace:
+    """A step in whose backward so many more bytes are live: what the update of one parameter takes."""
+    ticks = [op.tick for op in trace.ops if op.backward]
+    if not n_bytes or not ticks:
+        return trace
+    return replace(trace, storages=(*trace.storages, StorageRecord(n_bytes, ticks[0], ticks[-1])))

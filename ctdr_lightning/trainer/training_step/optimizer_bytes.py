@@ -20,6 +20,7 @@ from ctdr_lightning.basics.units import format_bytes, format_roomy
 from ctdr_lightning.memory.holders.disk import STAGING_BYTES
 from ctdr_lightning.memory.holders.optimizer_state import check_movable, chunks_of, state_away_of
 from ctdr_lightning.memory.values.live_bytes import PeakMeter
+from ctdr_lightning.trainer.training_step.step_in_backward import steps_in_backward
 
 # What torch's optimizers know, from the fastest where memory does not count to the leanest.
 SETTINGS: tuple[dict[str, bool], ...] = ({"foreach": False, "fused": False}, {"foreach": False, "fused": True})
@@ -128,7 +129,17 @@ def optimizer_does_not_fit(
 def _take(optimizer: torch.optim.Optimizer, settings: dict[str, bool]) -> tuple[int, int]:
     """Bytes of the state and of a step."""
     away = state_away_of(optimizer)
-    return _measure(optimizer, settings) if away is None else _measure_away(optimizer, settings, away.device_bytes)
+    if away is not None:
+        return _measure_away(optimizer, settings, away.device_bytes)
+    state, temporary = _measure(optimizer, settings)
+    return state, _measure_alone(optimizer, settings) if steps_in_backward(optimizer) else temporary
+
+
+def _measure_alone(optimizer: torch.optim.Optimizer, settings: dict[str, bool]) -> int:
+    """The temporaries of a step that updates one parameter at a time; groups differ in what they take."""
+    trained = ([p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups)
+    largest = [max(params, key=lambda p: p.nbytes) for params in trained if params]
+    return max((_measure(optimizer, settings, {param})[1] for param in largest), default=0)
 
 
 def _measure_away(optimizer: torch.optim.Optimizer, settings: dict[str, bool], device_bytes: int) -> tuple[int, int]:

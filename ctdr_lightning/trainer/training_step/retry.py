@@ -126,6 +126,16 @@ class Retry:
 
         self._until_it_fits(run, again, _hooks_between(module), freed=loss)
 
+    def optimizer_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """An optimizer begins to step within the step: from now on it cannot be repeated.
+
+        Args:
+            optimizer: Which.
+        """
+        self._began = f"{type(optimizer).__name__} has begun to step in it"
+        if self._guard is not None:  # the first try never came to this: all that follows happens once
+            self._guard.watching = False
+
     def done(self) -> None:
         """The step is over: what was there before it may be freed."""
         self._snapshot = self._forward = self._loss = self._module = None
@@ -199,13 +209,7 @@ class Retry:
     @contextmanager
     def _watched(self, optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
         """Under manual optimization: notice when an optimizer begins to step."""
-
-        def begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            self._began = f"{type(optimizer).__name__} has begun to step in it"
-            if self._guard is not None:  # the first try never came to this: all that follows happens once
-                self._guard.watching = False
-
-        handles = [optimizer.register_step_pre_hook(begins) for optimizer in optimizers]
+        handles = [optimizer.register_step_pre_hook(self.optimizer_begins) for optimizer in optimizers]
         try:
             yield
         finally:

@@ -17,12 +17,16 @@ from ctdr_lightning.trainer.training_step.batch_meter import BatchMeter
 from ctdr_lightning.trainer.training_step.patches import LogCalls, Patches, hide_bookkeeping
 from ctdr_lightning.trainer.training_step.resident import resident_tensors
 from ctdr_lightning.trainer.training_step.retry import Retry
+from ctdr_lightning.trainer.training_step.step_in_backward import StepInBackward
 
 _WRAPPED = ("training_step", "backward")
 
 
 class StepRunner:
     """Wraps ``training_step`` and ``backward`` as instance attributes between `attach` and `release`.
+
+    Args:
+        in_backward: Updates parameters inside the backward, where that is asked for.
 
     Attributes:
         session: Guards the memory of each step; None leaves it alone.
@@ -40,7 +44,8 @@ class StepRunner:
         measured: The last batch whose true peak was measured; None before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, in_backward: StepInBackward) -> None:
+        self._in_backward = in_backward
         self.session: Session | None = None
         self.wrap_step: Callable[[nn.Module, Callable[[], Any]], Any] | None = None
         self.signature_extra: Hashable = None
@@ -73,6 +78,8 @@ class StepRunner:
             hide_bookkeeping(self._patches, module, calls)
             if self.tighten is not None:
                 self._retry = Retry(self.session, self._abort, self.tighten, calls)
+        self._in_backward.unseen = self.session.unseen if self.session is not None else None
+        self._in_backward.begins = self._retry.optimizer_begins if self._retry is not None else None
 
     def release(self) -> None:
         """Undo `attach` and end a step that is under way."""
@@ -125,7 +132,8 @@ class StepRunner:
         def run(loss: Tensor) -> None:
             if self.session is not None:
                 self.session.backward_begins(loss)
-            inner(loss, *args, **kwargs)
+            with self._in_backward.backward():
+                inner(loss, *args, **kwargs)
 
         if self._retry is None:
             run(loss)
