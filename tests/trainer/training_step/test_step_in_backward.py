@@ -281,3 +281,16 @@ def test_a_step_that_fails_before_is_repeated_to_the_bit():
     found, _ = fit(RunsOut("forward"), inside(memory_budget="64MiB"))
     assert RunsOut.runs == 13
     assert parts.same(plain.state_dict(), found.state_dict())
+
+
+class ReadsOn(Wide):
+    """The first layer's weight is read once more, without a gradient, by a part of the graph that runs later."""
+
+    def training_step(self, batch, index):
+        early = nn.functional.linear(batch[0].requires_grad_(), self.net[0].weight.detach())
+        return self.net(early.tanh() @ self.net[2].weight.detach()).square().mean()
+
+
+def test_a_weight_that_the_backward_reads_after_its_update_is_noticed():
+    with pytest.raises(RuntimeError, match="modified by an inplace operation|modified in place"):
+        fit(ReadsOn(), inside())
