@@ -147,3 +147,35 @@ def test_attention_s_projections_are_fitted():
     decompose(plain, rank=0.5, progress=False)
     assert any("_proj" in row.name for row in report.factorized)
     assert (model(batches[0]) - expected).norm() < (plain.eval()(batches[0]) - expected).norm()
+
+
+class Tied(nn.Module):
+    """Words in, scores of words out, by one weight or by a weight that two linear layers share."""
+
+    def __init__(self, n_words=200, width=24):
+        super().__init__()
+        self.words, self.middle = nn.Embedding(n_words, width), nn.Linear(width, width)
+        self.head, self.other = nn.Linear(width, n_words, bias=False), nn.Linear(width, width)
+        decay_(self.words, 0.9)
+        self.head.weight, self.other.weight = self.words.weight, self.middle.weight
+
+    def forward(self, x):
+        return self.head(self.other(self.middle(self.words(x)).relu()))
+
+
+def test_a_shared_weight_is_fitted_to_the_embedding_s_outputs_alone():
+    torch.manual_seed(0)
+    model = Tied()
+    seen = (torch.rand(64, 32) ** 3 * 200).long()  # some words are frequent, as in texts
+    layers = find_layers(model)
+    record = DenseRecord(model, layers, Batches.draw([seen], 1, None))
+    assert set(record.targets) == {"words"}
+    (layer,) = [layer for layer in layers if layer.name == "words"]
+    new = factorize(layer.module, layer.geometry, "svd", (8,))
+    dense = model.words(seen)
+    before, rows = (new(seen) - dense).square().mean(), new.factor_layers[0].weight.clone()
+    with standing(model, {"words": layer}, {"words": new}):
+        refit(model, {"words": new}, record)
+        assert torch.equal(model.head.weight, new.weight)
+    assert (new(seen) - dense).square().mean() < 0.97 * before
+    assert torch.equal(new.factor_layers[0].weight, rows)
