@@ -25,26 +25,26 @@ from ctdr_recipes.evaluation.learned import TASKS, learn
 from ctdr_recipes.evaluation.measured import measure
 from ctdr_recipes.evaluation.nets import FULL, SMALL
 from ctdr_recipes.evaluation.picture import draw_evaluation
-from ctdr_recipes.evaluation.predicted import Row, predict
+from ctdr_recipes.evaluation.predicted import Row, predict, with_batches
 from ctdr_recipes.evaluation.tables import Evaluation, as_markdown
 
-PARTS = ("predicted", "measured", "accuracy")
+PARTS = ("predicted", "batches", "measured", "accuracy")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Do what is asked for and not there yet, and write it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["predicted"], help="predicted by default")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:2], help="the first two by default")
     parser.add_argument("--nets", nargs="+", choices=list(FULL), default=list(FULL), help="all by default")
     parser.add_argument("--device", default="a100", help="the GPU that predictions are for; a100 by default")
     parser.add_argument("--folder", type=Path, default=Path("outputs/evaluation"))
-    parser.add_argument("--no-batches", action="store_true", help="do not look for the largest batches")
     options = parser.parse_args(arguments)
     path = options.folder / "evaluation.json"
     found = Evaluation.from_json(path.read_text()) if path.exists() else Evaluation(_about(options.device))
+    asked = {*options.parts, *(["predicted"] if "batches" in options.parts else [])}
     for name in options.nets:
-        for part in options.parts:
-            if part != "accuracy" and not any((row.net, row.source) == (name, part) for row in found.rows):
+        for part in (part for part in PARTS[:3] if part in asked):
+            if not _done(found, name, part):
                 found = _with_net(found, name, part, options)
                 _write(found, options.folder)
     for task in TASKS if "accuracy" in options.parts else ():
@@ -55,11 +55,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(as_markdown(found))
 
 
+def _done(found: Evaluation, name: str, part: str) -> bool:
+    if part == "batches":
+        return any(row.net == name and row.largest_batch for row in found.rows)
+    return any((row.net, row.source) == (name, part) for row in found.rows)
+
+
 def _with_net(found: Evaluation, name: str, part: str, options: argparse.Namespace) -> Evaluation:
     print(f"{name}: {part} ...", flush=True)
     if part == "measured":
         return replace(found, rows=(*found.rows, *measure(name, SMALL[name])))
-    rows, anatomies = predict(name, FULL[name], options.device, batches=not options.no_batches)
+    if part == "batches":
+        own = [row for row in found.rows if (row.net, row.source) == (name, "predicted")]
+        others = [row for row in found.rows if row not in own]
+        return replace(found, rows=(*others, *with_batches(own, FULL[name], options.device)))
+    rows, anatomies = predict(name, FULL[name], options.device)
     return replace(found, rows=(*found.rows, *rows), anatomies=(*found.anatomies, *anatomies))
 
 

@@ -8,18 +8,29 @@ from torch import nn
 
 from ctdr_lightning.basics.units import MIB
 from ctdr_lightning.joint.twins import structure_of
+from ctdr_lightning.memory import plan, record_fake, simulate
 from ctdr_recipes.evaluate import main
 from ctdr_recipes.evaluation.learned import TASKS, Task, learn
-from ctdr_recipes.evaluation.nets import FAMILIES, FULL, SMALL
+from ctdr_recipes.evaluation.nets import FAMILIES, FULL, SMALL, Net
+from ctdr_recipes.evaluation.predicted import Row, with_batches
 from ctdr_recipes.evaluation.tables import Evaluation, as_markdown
-from ctdr_recipes.evaluation.techniques import CTDR, DECOMPOSED, DENSE, TECHNIQUES, on_meta, shapes_at
+from ctdr_recipes.evaluation.techniques import (
+    CTDR,
+    DECOMPOSED,
+    DENSE,
+    OFFLOADED,
+    RECOMPUTED,
+    TECHNIQUES,
+    on_meta,
+    shapes_at,
+)
 
 
 @pytest.fixture(scope="module")
 def lenet(tmp_path_factory):
     """LeNet, predicted and measured, by the command line."""
     folder = tmp_path_factory.mktemp("evaluation")
-    arguments = ["--nets", "LeNet", "--parts", "predicted", "measured", "--folder", str(folder), "--no-batches"]
+    arguments = ["--nets", "LeNet", "--parts", "predicted", "batches", "measured", "--folder", str(folder)]
     main(arguments)
     before = (folder / "evaluation.json").read_bytes()
     main(arguments)  # nothing is done twice
@@ -46,6 +57,36 @@ def test_decomposed_rows_are_smaller_and_peaks_are_peaks(lenet):
         assert dense.peak_bytes > 4 * 4 * dense.parameters  # weights, gradients and Adam's two
         assert dense.seconds > 0
     assert rows["measured", DENSE].peak_bytes > MIB
+
+
+def test_the_largest_batches_are_found_for_all_but_offloading(lenet):
+    rows = Evaluation.from_json((lenet / "evaluation.json").read_text()).rows
+    found = {row.technique: row.largest_batch for row in rows if row.source == "predicted"}
+    assert found[DENSE] == FULL["LeNet"].size
+    assert [technique for technique in TECHNIQUES if not found[technique]] == [OFFLOADED]
+    text = (lenet / "evaluation.md").read_text()
+    assert "| LeNet | 4096 (1.0 x) |" in text
+    assert "CTDR's batch is at least 2.5 times the dense one on 0 of 1 networks." in text
+
+
+@pytest.mark.slow
+def test_the_plan_of_a_largest_batch_fits_and_recomputation_makes_room():
+    layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())]
+    net = Net(lambda: nn.Sequential(*layers), lambda size, device: torch.randn(size, 64, device=device),
+              lambda model, x: model(x).square().mean(), 512, "64")  # fmt: skip
+    model = on_meta(net.build)
+    n_parameters = sum(p.numel() for p in model.parameters())
+
+    def traced(size):
+        trace = record_fake(model, net.batch(size, "meta"), net.step, device="a100")
+        return trace.with_static(2 * 4 * n_parameters)  # Adam's state
+
+    limit = simulate(traced(net.size)).peak_bytes
+    rows = [Row("chain", name, "predicted", net.size, n_parameters, limit, 1.0, True) for name in (DENSE, RECOMPUTED)]
+    dense, ours = with_batches(rows, net, "a100")
+    assert dense.largest_batch == net.size
+    assert ours.largest_batch > 1.2 * net.size
+    assert plan(traced(ours.largest_batch), limit).peak_bytes <= limit
 
 
 def test_the_files_are_written(lenet):

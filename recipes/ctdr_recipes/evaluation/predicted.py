@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import nn
@@ -21,14 +21,19 @@ from ctdr_recipes.evaluation.techniques import (
     DENSE,
     OFFLOADED,
     PLANNERS,
+    RECOMPUTED,
     TECHNIQUES,
+    least_bytes,
     on_meta,
     shapes_at,
     with_link,
 )
 
 _ADAM_TENSORS = 2
-# A found batch fits, as its own plan says; the next larger tried did not. 3 % steps: a plan takes seconds.
+# Offloading is left out: to see that no plan fits takes vDNN++ 80 s a batch (ResNet-50), and a peak of 0.89 to 1.00 of
+# the dense one leaves little to find.
+_SEARCHED = (DECOMPOSED, RECOMPUTED, CTDR)
+# From the guess down, until a plan fits: finer steps would cost 5 s of planning each.
 _STEP = 0.03
 _TRIES = 6
 
@@ -46,7 +51,7 @@ class Row:
         peak_bytes: Of a step: weights, gradients, Adam's state, activations.
         seconds: Of a step: forward and backward.
         fits: Whether the peak is within the technique's limit; dense and decomposition have none.
-        largest_batch: The largest batch tried that fits the dense step's peak; 0 where it was not looked for.
+        largest_batch: The largest batch found that fits the dense step's peak; 0 where it was not looked for.
         accuracy: After training and fine-tuning, in percent; -1 where it was not measured.
         raw_accuracy: The same before fine-tuning.
         epochs: Epochs of fine-tuning.
@@ -89,33 +94,55 @@ class Anatomy:
     peak_op: str
 
 
-def predict(name: str, net: Net, device: str, *, batches: bool) -> tuple[list[Row], list[Anatomy]]:
+def predict(name: str, net: Net, device: str) -> tuple[list[Row], list[Anatomy]]:
     """All techniques on one network.
 
     Args:
         name: Of the network.
         net: At its published size.
         device: A name from the device table, such as ``"a100"``.
-        batches: Whether to look for the largest batch as well, which takes most of the time.
     """
-    dense = on_meta(net.build)
-    models = {DENSE: dense, DECOMPOSED: structure_of(dense, shapes_at(dense))}
-    traced = {variant: partial(_traced, model, net, device) for variant, model in models.items()}
-    traces = {variant: trace(net.size) for variant, trace in traced.items()}
+    models = _variants(net)
+    traces = {variant: _traced(model, net, device, net.size) for variant, model in models.items()}
     whole = simulate(traces[DENSE]).peak_bytes
     rows = []
     for technique in TECHNIQUES:
-        variant = DECOMPOSED if technique in (DECOMPOSED, CTDR) else DENSE
+        variant = _variant(technique)
         limit = int(BUDGET_SHARE * whole)
         found = PLANNERS[technique](_equipped(technique, traces[variant], device), limit)
         rows.append(
             Row(
                 name, technique, "predicted", net.size, sum(p.numel() for p in models[variant].parameters()),
                 found.plan.peak_bytes, found.plan.seconds, found.fits,
-                _largest(technique, traced[variant], net.size, whole, device) if batches else 0,
             )
         )  # fmt: skip
     return rows, [anatomy(name, variant, trace) for variant, trace in traces.items()]
+
+
+def with_batches(rows: Sequence[Row], net: Net, device: str) -> list[Row]:
+    """One network's rows with the largest batch of each technique that is searched for.
+
+    Args:
+        rows: What `predict` found.
+        net: At its published size.
+        device: As for `predict`.
+    """
+    models = _variants(net)
+    (limit,) = (row.peak_bytes for row in rows if row.technique == DENSE)
+    found = {DENSE: net.size}
+    for technique in _SEARCHED:
+        traced = partial(_traced, models[_variant(technique)], net, device)
+        found[technique] = _largest(technique, traced, net.size, limit)
+    return [replace(row, largest_batch=found.get(row.technique, 0)) for row in rows]
+
+
+def _variants(net: Net) -> dict[str, nn.Module]:
+    dense = on_meta(net.build)
+    return {DENSE: dense, DECOMPOSED: structure_of(dense, shapes_at(dense))}
+
+
+def _variant(technique: str) -> str:
+    return DECOMPOSED if technique in (DECOMPOSED, CTDR) else DENSE
 
 
 def _traced(model: nn.Module, net: Net, device: str, size: int) -> Trace:
@@ -128,31 +155,25 @@ def _equipped(technique: str, trace: Trace, device: str) -> Trace:
     return with_link(trace, device) if technique == OFFLOADED else trace
 
 
-def _largest(technique: str, traced: Callable[[int], Trace], size: int, limit: int, device: str) -> int:
-    """The largest batch tried whose plan fits a limit."""
-
-    def fits(batch: int) -> bool:
-        return PLANNERS[technique](_equipped(technique, traced(batch), device), limit).fits
-
-    guess = _guess(technique, traced, size, limit, device)
+def _largest(technique: str, traced: Callable[[int], Trace], size: int, limit: int) -> int:
+    """The largest batch of a few tried whose plan fits a limit; 0 where none does."""
+    guess = _guess(technique, traced, size, limit)
     for _ in range(_TRIES):
-        if guess <= size:
-            return size
-        if fits(guess):
+        if least_bytes(technique, traced(guess), limit) <= limit:
             return guess
         guess = int(guess * (1 - _STEP))
-    return size
+    return 0
 
 
-def _guess(technique: str, traced: Callable[[int], Trace], size: int, limit: int, device: str) -> int:
-    """Where a limit lies if the least peak grows with the batch by a straight line."""
-
-    def least(batch: int) -> int:
-        trace = _equipped(technique, traced(batch), device)
-        return PLANNERS[technique](trace, 1).plan.peak_bytes
-
-    low, high = least(size), least(2 * size)
-    return int(size + size * (limit - low) / max(high - low, 1))
+def _guess(technique: str, traced: Callable[[int], Trace], size: int, limit: int) -> int:
+    """Where the least peak reaches a limit: by a line from the weights through one batch, then through two batches."""
+    trace = traced(size)
+    static, first = trace.resident_bytes, least_bytes(technique, trace)
+    second_size = max(int(size * (limit - static) / max(first - static, 1)), 1)
+    if second_size == size:
+        return size
+    slope = (least_bytes(technique, traced(second_size)) - first) / (second_size - size)
+    return max(int(size + (limit - first) / slope), 1)
 
 
 def anatomy(name: str, variant: str, trace: Trace) -> Anatomy:

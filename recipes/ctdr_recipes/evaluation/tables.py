@@ -10,9 +10,11 @@ from typing import Any
 
 from ctdr_lightning.basics.units import format_bytes, format_seconds
 from ctdr_recipes.evaluation.learned import Learned
-from ctdr_recipes.evaluation.nets import FAMILIES
+from ctdr_recipes.evaluation.nets import FAMILIES, FULL
 from ctdr_recipes.evaluation.predicted import Anatomy, Row
 from ctdr_recipes.evaluation.techniques import BUDGET_SHARE, CTDR, DENSE, TECHNIQUES
+
+MANY_TIMES = 2.5  # what the largest batch is to gain
 
 
 @dataclass(frozen=True)
@@ -119,11 +121,11 @@ def _rows(found: Evaluation, source: str) -> list[Row]:
 
 
 def by_net(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
-    """Rows by network, then technique."""
+    """Rows by network, in the order of the recipe, then technique."""
     found: dict[str, dict[str, Row]] = defaultdict(dict)
     for row in rows:
         found[row.net][row.technique] = row
-    return dict(found)
+    return {net: found[net] for net in FULL if net in found}
 
 
 def _peaks(rows: Sequence[Row]) -> str:
@@ -143,10 +145,16 @@ def _against(row: Row, dense: Row) -> str:
 def _batches(rows: Sequence[Row]) -> str:
     head = ["largest batch in the dense peak", *TECHNIQUES]
     lines = [head, ["---"] * len(head)]
-    for net, of in by_net([row for row in rows if row.largest_batch]).items():
-        size = of[DENSE].batch_size
-        lines.append([net, *(f"{of[t].largest_batch} ({of[t].largest_batch / size:.1f} x)" for t in TECHNIQUES)])
-    return _table(lines)
+    found = by_net([row for row in rows if row.largest_batch])
+    lines += [[net, *(_largest(of.get(t), of[DENSE]) for t in TECHNIQUES)] for net, of in found.items()]
+    gains = [of[CTDR].largest_batch / of[DENSE].batch_size for of in found.values() if CTDR in of]
+    many = sum(gain >= MANY_TIMES for gain in gains)
+    told = f"CTDR's batch is at least {MANY_TIMES} times the dense one on {many} of {len(gains)} networks."
+    return f"{_table(lines)}\n{told}\n"
+
+
+def _largest(row: Row | None, dense: Row) -> str:
+    return f"{row.largest_batch} ({row.largest_batch / dense.batch_size:.1f} x)" if row else "not searched"
 
 
 def verdicts(rows: Sequence[Row]) -> Iterator[str]:
@@ -195,7 +203,7 @@ def _anatomy(found: Sequence[Anatomy]) -> str:
     head = ["network", "family", "variant", "saved", "made by", "static", "floor"]
     lines = [head, ["---"] * len(head)]
     family = {net: name for name, nets in FAMILIES.items() for net in nets}
-    for row in found:
+    for row in sorted(found, key=lambda row: [*FULL].index(row.net)):
         shares = ", ".join(f"{kind} {share:.0%}" for kind, share in list(row.shares.items())[:4])
         lines.append(
             [row.net, family[row.net], row.variant, format_bytes(row.saved_bytes), shares, f"{row.static_share:.0%}",

@@ -119,6 +119,16 @@ def _planned(trace: Trace, limit_bytes: int, policy: str) -> Outcome:
     return Outcome(plan(trace, policy="keep"), False)
 
 
+def least_bytes(technique: str, trace: Trace, limit_bytes: int = 1) -> int:
+    """The peak of a plan of decomposition or recomputation for a limit; where none fits, the least that was found."""
+    if technique in (DENSE, DECOMPOSED):
+        return plan(trace, policy="keep").peak_bytes
+    try:
+        return plan(trace, limit_bytes).peak_bytes
+    except InfeasibleBudgetError as error:
+        return error.least_peak_bytes
+
+
 def with_link(trace: Trace, device: str) -> Trace:
     """A trace on a named GPU whose host memory can be used."""
     return Places.read("host", None, None).equip(trace, device)
