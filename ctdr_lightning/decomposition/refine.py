@@ -96,12 +96,12 @@ def refine(
     Returns:
         The same afterwards; where nothing was won, ``before``, and every factor is as it was.
     """
-    factors = list(dict.fromkeys(p for layer in layers.values() for p in layer.parameters()))
+    factors = factors_of(layers)
     n_rounds = min(_ROUNDS, int(_flops(factors) / (_ROUND_STEPS * max(step_flops, 1.0))))
     held_out = answers.batches.fitting is not answers.batches.judging
     if not factors or not held_out or not n_rounds or not _FINE < before[0] < math.inf:
         return before
-    found = _Best(*before, factors)
+    found = Best(*before, factors)
     rounds = track(range(n_rounds), "refine", total=n_rounds, enabled=progress)
     try:
         with _alone_open(model, factors), torch.no_grad(), closing(rounds):
@@ -113,9 +113,14 @@ def refine(
     return found.divergence, found.statistics
 
 
+def factors_of(layers: Mapping[str, FactorizedLayer]) -> list[nn.Parameter]:
+    """Every parameter of some factorized layers once: factors and biases."""
+    return list(dict.fromkeys(parameter for layer in layers.values() for parameter in layer.parameters()))
+
+
 def _descend(
     model: nn.Module,
-    found: _Best,
+    found: Best,
     answers: Answers,
     measure: Callable[[], tuple[Statistics, float]],
     rounds: Iterable[int],
@@ -156,8 +161,8 @@ def _gradients(model: nn.Module, answers: Answers, number: int, factors: Sequenc
 
 
 @dataclass
-class _Best:
-    """The best factors so far."""
+class Best:
+    """The best factors so far, with the divergence and the running statistics that belong to them."""
 
     divergence: float
     statistics: Statistics
