@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 from ctdr_lightning.basics.errors import ConfigError, CTDRError
 from ctdr_lightning.basics.torch_private import tree_leaves
 from ctdr_lightning.decomposition import Choices, Report, decompose
+from ctdr_lightning.decomposition.choose.uncovered import staying_weights
+from ctdr_lightning.decomposition.layers.attention import opened
 from ctdr_lightning.decomposition.report import LayerReport
 from ctdr_lightning.joint.budget_fit import BudgetFit, LayerCost
 from ctdr_lightning.joint.for_budget import fit_to_budget
@@ -78,7 +80,10 @@ class BudgetChoice(TrainingData):
             beside_bytes=partial(self._beside_bytes, batches[0][1]),
         )  # fmt: skip
         n_after = sum(parameter.numel() for parameter in double.parameters())
-        return Report(tuple(_row(cost) for cost in self.fit.layers), n_before, n_after)
+        rows = tuple(_row(cost) for cost in self.fit.layers)
+        with opened(double):
+            staying = staying_weights(double, {row.name: "" for row in rows})
+        return Report(rows, n_before, n_after, staying=staying)
 
     def _beside_bytes(self, batch: Any, candidate: nn.Module) -> int:
         copied = _copied_bytes(candidate, batch) if self._asked.retry_on_oom else 0

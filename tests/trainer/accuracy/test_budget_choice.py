@@ -42,6 +42,16 @@ def test_layers_are_cut_to_what_the_budget_asks_for_and_the_optimizer_owns_them(
     assert owned == {id(p) for p in chosen.parameters()}
 
 
+def test_a_large_weight_that_no_layer_kind_covers_is_named(caplog):
+    chosen = module()
+    chosen.experts = torch.nn.Parameter(torch.randn(4, 16, 16))
+    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
+        parts.fit(chosen, automatic(verbose=True), max_epochs=1, limit_train_batches=1)
+    opening = next(text for text in caplog.messages if "whole model" in text)
+    assert "experts (4 x 16 x 16, " in opening
+    assert "stays: no layer kind covers it" in opening
+
+
 def test_the_copies_of_a_retry_count_in_what_is_chosen():
     peaks = []
     for retries in (True, False):
