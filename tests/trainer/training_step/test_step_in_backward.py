@@ -15,7 +15,7 @@ from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.units import MIB
 from ctdr_lightning.evaluate.measure import MemoryProfile, training_tensors
 from ctdr_lightning.trainer.training_step.step_in_backward import steps_in_backward
-from tests import parts
+from tests import forks, parts
 
 WIDTH, DEPTH = 256, 12  # a layer of 256 KiB
 
@@ -189,7 +189,6 @@ class Own(optim.SGD):
         (Wide, [], {"gradient_clip_val": 1.0}, "gradient_clip_val=1.0 needs all gradients"),
         (Wide, [], {"accumulate_grad_batches": 2}, "accumulate_grad_batches=2 adds gradients up"),
         (Wide, [GradientAccumulationScheduler({1: 2})], {}, "GradientAccumulationScheduler adds"),
-        (Wide, [], {"strategy": "ddp"}, "under DDPStrategy gradients are exchanged"),
         (Manual, [], {}, "manual optimization"),
         (Two, [], {}, "manual optimization"),
         (partial(Wide, lambda groups, lr: optim.LBFGS(groups[0]["params"])), [], {}, "LBFGS is not known to update"),
@@ -200,8 +199,18 @@ class Own(optim.SGD):
     ],
 )
 def test_what_forbids_it_is_said(make, callbacks, options, words):
+    refused(make, callbacks, options, words)
+
+
+def refused(make, callbacks, options, words):
     with pytest.raises(ConfigError, match=words):
         fit(make(), inside(), *callbacks, **options)
+
+
+def test_exchanged_gradients_forbid_it():
+    # a group of processes that this one made would be found by the processes that later tests fork
+    words = "under DDPStrategy gradients are exchanged"
+    assert forks.run(refused, Wide, [], {"strategy": "ddp"}, words) == [0]
 
 
 def test_loss_scaling_and_several_optimizers_forbid_it():
