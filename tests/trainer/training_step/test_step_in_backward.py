@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from ctdr_lightning import CTDRCallback
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.units import MIB
-from ctdr_lightning.evaluate.measure import MemoryProfile, training_tensors
 from ctdr_lightning.trainer.training_step.step_in_backward import steps_in_backward
 from tests import forks, parts
+from tests.trainer.training_step.test_whole_batch import TruePeak
 
 WIDTH, DEPTH = 256, 12  # a layer of 256 KiB
 
@@ -108,24 +108,6 @@ def test_a_resumed_run_is_the_undisturbed_one(tmp_path):
     assert parts.same(whole.state_dict(), resumed.state_dict())
     plain, _ = fit(Wide(), inside(optimizer_step=None), ckpt_path=tmp_path / "last.ckpt")
     assert parts.same(whole.state_dict(), plain.state_dict())
-
-
-class TruePeak(Callback):
-    """The allocator's own account of the fourth batch, after the recording, which profiles by itself."""
-
-    def __init__(self):
-        self.use = None
-
-    def on_train_batch_start(self, trainer, module, batch, index):
-        if index == 2:
-            self.profile = MemoryProfile()
-            self.profile.start()
-        if index == 3:
-            self.profile.mark()
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, index):
-        if index == 3:
-            self.use = self.profile.stop([*training_tensors(module, trainer.optimizers[0]), batch[0]])
 
 
 def peaks(**options):
