@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ctdr_lightning.basics.errors import ConfigError
-from ctdr_lightning.basics.interrupts import put_back_after
+from ctdr_lightning.basics.interrupts import interrupts_held, put_back_after
 from ctdr_lightning.basics.torch_private import tree_flatten, tree_leaves, tree_unflatten
 
 Step = Callable[[nn.Module, Any], Any]
@@ -118,22 +118,22 @@ def untouched(model: nn.Module, training: bool | None = None, gradients: bool = 
     modes = {module: module.training for module in model.modules()}
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = {p.device for p in model.parameters() if p.is_cuda}
+    entered = ExitStack()
 
-    @torch.no_grad()
     def put_back() -> None:
+        entered.close()
         for module, mode in modes.items():
             module.training = mode
-        for buffer, before in buffers:
-            buffer.copy_(before)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
-    # Hooks listen to layers, which a compiled module has none of: it runs eagerly meanwhile.
-    eager = torch.compiler.set_stance("force_eager")
-    with (
-        put_back_after(put_back),
-        eager,
-        torch.set_grad_enabled(gradients),
-        torch.random.fork_rng(devices=list(devices)),
-    ):
+    with put_back_after(put_back):
+        with interrupts_held():  # both switches act when they are made: one made and not entered would stay
+            # Hooks listen to layers, which a compiled module has none of: it runs eagerly meanwhile.
+            entered.enter_context(torch.compiler.set_stance("force_eager"))
+            entered.enter_context(torch.set_grad_enabled(gradients))
+            entered.enter_context(torch.random.fork_rng(devices=list(devices)))
         if training is not None:
             model.train(training)
         yield

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from ctdr_lightning.decomposition.choose.batches import Batches, merged, untouched
 from ctdr_lightning.decomposition.choose.divergence import Judge, kind_of_output
+from tests.interrupts import counting
 
 Pair = namedtuple("Pair", ["mean", "spread"])
 
@@ -98,3 +99,20 @@ def test_a_model_is_left_untouched():
         model.train()(torch.randn(8, 4))
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_interrupt_at_any_line_leaves_no_switch_behind():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+    def run():
+        with untouched(model, training=False):
+            model(torch.ones(2, 4))
+
+    with counting(run) as lines:
+        run()
+    assert lines.count > 10
+    for at in range(1, lines.count + 1):
+        with pytest.raises(KeyboardInterrupt), counting(run, at=at):
+            run()
+        stance = torch.compiler.set_stance("default").prev
+        assert (stance.stance, torch.is_grad_enabled(), model.training) == ("default", True, True), at
