@@ -87,6 +87,7 @@ class Case:
         self.net, self.inputs, self._step = made
         self.net.train()
         self.want = self.run()
+        self.net.zero_grad(set_to_none=True)  # as before every step: it makes its gradients anew
         self.trace = record(lambda: self._step(self.net, self.inputs))
 
     def run(self, made: Plan | None = None, holders: Holders | None = None) -> list[Tensor]:

@@ -34,7 +34,8 @@ class Mask:
 
     def decode(self, encoded: Encoded, like: Tensor) -> Tensor:
         """Unpack, and multiply by the other value."""
-        return unpack_bits(encoded.payload, int(encoded.numbers[0])) * encoded.side[0]
+        flags = unpack_bits(encoded.payload, int(encoded.numbers[0]))
+        return flags.to(like.dtype).mul_(encoded.side[0])  # a product of both would copy the flags as floats besides
 
 
 CODECS.register("mask")(Mask())

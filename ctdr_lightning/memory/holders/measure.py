@@ -7,13 +7,14 @@ whatever else runs can only slow one down.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from ctdr_lightning.basics.torch_private import no_dispatch_modes
+from ctdr_lightning.basics.torch_private import allocations_of, no_dispatch_modes
 from ctdr_lightning.memory.codecs import CODECS, Codec, decode, encode
 from ctdr_lightning.memory.holders.base import Holder, HolderOptions, Holders
 from ctdr_lightning.memory.traces.machine import CodecCost, Link
@@ -107,15 +108,20 @@ def _measured_cost(name: str, device: str) -> CodecCost:
 
 def _temp_shares(name: str, flat: Tensor) -> Sequence[float]:
     """Bytes that encoding and decoding take besides what they read and make, as shares of the dense bytes."""
+    stack = encode(flat, (name,))
+    encoding = _peak_bytes(lambda: encode(flat, (name,)), (flat,)) - stack.n_bytes
+    decoding = _peak_bytes(lambda: decode(stack), stack.tensors()) - flat.nbytes
+    return max(encoding, 0) / flat.nbytes, max(decoding, 0) / flat.nbytes
+
+
+def _peak_bytes(run: Callable[[], object], reads: Sequence[Tensor]) -> int:
+    """Most bytes live while something runs, above what it reads; a processor's kernels take some by themselves."""
+    if reads[0].device.type == "cpu":
+        return max(accumulate(allocations_of(run), initial=0))
     with PeakMeter() as meter:
-        meter.live.ignore((flat,))
-        stack = encode(flat, (name,))
-        encoding = max(meter.live.peak - stack.n_bytes, 0)
-    with PeakMeter() as meter:
-        meter.live.ignore(stack.tensors())
-        decode(stack)
-        decoding = max(meter.live.peak - flat.nbytes, 0)
-    return encoding / flat.nbytes, decoding / flat.nbytes
+        meter.live.ignore(reads)
+        run()
+    return meter.live.peak
 
 
 def _sample(codec: Codec, device: str) -> Tensor:

@@ -1,9 +1,12 @@
 """What every registered codec promises: contents to the bit or a bounded error, sizes as planned, hard cases kept."""
 
+from itertools import accumulate
+
 import pytest
 import torch
 
 from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.basics.torch_private import allocations_of
 from ctdr_lightning.memory.codecs import CODECS, decode, encode
 from ctdr_lightning.memory.codecs.packing import pack_bits, unpack_bits
 from ctdr_lightning.memory.holders.measure import measure_codecs
@@ -132,6 +135,18 @@ def test_no_more_bytes_than_planned(name):
     assert encode(flat, (name,), row=64).n_bytes <= packed_bytes(facts, [cost]) + slack
     assert cost.exact == CODECS[name].exact
     assert min(cost.encode_s_per_byte, cost.decode_s_per_byte) > 0
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_no_more_temporary_bytes_than_planned(name):
+    flat = fitting(name, 8 * 65 * 512)
+    (cost,) = measure_codecs([name])
+    stack = encode(flat, (name,))
+    encoding = max(accumulate(allocations_of(lambda: encode(flat, (name,))))) - stack.n_bytes
+    decoding = max(accumulate(allocations_of(lambda: decode(stack)))) - flat.nbytes
+    slack = 64 + 0.01 * flat.nbytes  # numbers, and zeros that are a little more or fewer than in the sample
+    assert encoding <= cost.encode_temp_share * flat.nbytes + slack
+    assert decoding <= cost.decode_temp_share * flat.nbytes + slack
 
 
 @pytest.mark.parametrize("second", LOSSY)
