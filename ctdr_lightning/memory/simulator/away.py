@@ -14,6 +14,7 @@ from ctdr_lightning.memory.traces.trace import Trace
 # The share of zeros differs from step to step. With 10 % more elements than were seen to be left, no net of
 # benchmarks/offload.py had a measured peak above the simulated one.
 MORE_ELEMENTS = 1.1
+_MEASURED_ITEM_BYTES = 4  # codecs of floats were measured on float32
 Interval = tuple[int, int, int]
 
 
@@ -95,6 +96,14 @@ def _fitting(trace: Trace, value: int, codecs: tuple[str, ...]) -> list[CodecCos
     return costs
 
 
+def temporaries_grow(facts: Facts) -> float:
+    """How many times the measured share of temporaries a value may take: 2 for halves.
+
+    Flags are as many bytes an element. Lossy codecs and zvc, which compute in float32, may take more than that.
+    """
+    return _MEASURED_ITEM_BYTES / facts.item_bytes if 1 < facts.item_bytes < _MEASURED_ITEM_BYTES else 1.0
+
+
 def away_effect(trace: Trace, value: int, action: Away, needed: int | None, until: int) -> AwayEffect:
     """What one value that is put away does.
 
@@ -128,9 +137,10 @@ def away_effect(trace: Trace, value: int, action: Away, needed: int | None, unti
         gone = -1
         found.append((made, last, packed))
     if costs:
-        found.append((out, out, ceil(dense * max(cost.encode_temp_share for cost in costs))))
+        as_measured = dense * temporaries_grow(facts_of(trace)[value])
+        found.append((out, out, ceil(as_measured * max(cost.encode_temp_share for cost in costs))))
         if needed is not None:
-            found += [(needed, needed, ceil(dense * max(cost.decode_temp_share for cost in costs)))]
+            found += [(needed, needed, ceil(as_measured * max(cost.decode_temp_share for cost in costs)))]
             found.append((needed, until, dense))
         gone = out if isinstance(action, Offload) else gone
     return AwayEffect(gone, tuple(i for i in found if i[1] >= i[0]), encode_s + decode_s, decode_s)
