@@ -1,6 +1,7 @@
 """The evaluation on its smallest network: predicted, measured, written, read again."""
 
 import json
+from datetime import date
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from ctdr_lightning.memory import plan, record_fake, simulate
 from ctdr_recipes.evaluate import main
 from ctdr_recipes.evaluation.learned import TASKS, Task, learn
 from ctdr_recipes.evaluation.nets import FAMILIES, FULL, SMALL, Net
-from ctdr_recipes.evaluation.predicted import Row, with_batches
+from ctdr_recipes.evaluation.predicted import Row, largest_near, with_batches
 from ctdr_recipes.evaluation.tables import Evaluation, as_markdown
 from ctdr_recipes.evaluation.techniques import (
     CTDR,
@@ -69,6 +70,35 @@ def test_the_largest_batches_are_found_for_all_but_offloading(lenet):
     assert "CTDR's batch is at least 2.5 times the dense one on 0 of 1 networks." in text
 
 
+@pytest.mark.parametrize("guess", [1, 422, 545, 551, 552, 560, 700, 3000])
+def test_the_largest_batch_is_looked_for_up_and_down_in_ten_plans(guess):
+    asked = []
+
+    def fits(batch):
+        asked.append(batch)
+        return batch <= 551
+
+    found = largest_near(guess, fits)
+    assert fits(found)
+    assert len(asked) <= 10 + 1
+    assert len(set(asked[:-1])) == len(asked) - 1  # no batch is planned twice
+    if 400 <= guess <= 800:
+        assert found >= 0.98 * 551
+
+
+def test_where_no_batch_fits_it_is_none():
+    assert largest_near(40, lambda _: False) == 0
+    assert largest_near(1, lambda batch: batch < 2) == 1
+
+
+def test_ctdr_may_leave_ranks_alone_so_that_no_single_technique_has_a_larger_batch(monkeypatch):
+    found = {DECOMPOSED: 4000, RECOMPUTED: 5510, CTDR: 4220}
+    monkeypatch.setattr("ctdr_recipes.evaluation.predicted._largest", lambda technique, *_: found[technique])
+    rows = [Row("LeNet", name, "predicted", 4096, 1, 1, 1.0, True) for name in TECHNIQUES]
+    batches = {row.technique: row.largest_batch for row in with_batches(rows, FULL["LeNet"], "a100")}
+    assert batches == {**found, DENSE: 4096, OFFLOADED: 0, CTDR: 5510}
+
+
 @pytest.mark.slow
 def test_the_plan_of_a_largest_batch_fits_and_recomputation_makes_room():
     layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())]
@@ -95,6 +125,7 @@ def test_the_files_are_written(lenet):
     assert "(predicted)" in text
     assert "(measured)" in text
     assert "* LeNet: " in text
+    assert f"* measured on {date.today().isoformat()}: LeNet\n" in text
     assert len((lenet / "evaluation.csv").read_text().splitlines()) == 1 + 2 * len(TECHNIQUES)
 
 

@@ -6,6 +6,7 @@ import inspect
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import date
 from functools import partial
 from statistics import median
 from typing import Any
@@ -47,7 +48,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Learned:
-    """Accuracies of one task in percent, medians over seeds."""
+    """Accuracies of one task in percent, medians over seeds, and the day on which they were measured."""
 
     task: str
     dense: float
@@ -56,6 +57,7 @@ class Learned:
     epochs: int
     parameters_before: int
     parameters_after: int
+    day: str = ""
 
 
 class Fitted(LightningModule):
@@ -155,7 +157,7 @@ def learn(name: str, task: Task, seeds: int = 3) -> Learned:
     data = task.data()
     runs = [_run(task, data, seed) for seed in range(seeds)]
     dense, raw, tuned = (100 * median(run[i] for run in runs) for i in range(3))
-    return Learned(name, dense, raw, tuned, task.fine_epochs, runs[0][3], runs[0][4])
+    return Learned(name, dense, raw, tuned, task.fine_epochs, runs[0][3], runs[0][4], date.today().isoformat())
 
 
 def _run(task: Task, data: Splits, seed: int) -> tuple[float, float, float, int, int]:

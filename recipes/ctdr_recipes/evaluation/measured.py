@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 
 import torch
@@ -99,7 +100,8 @@ def measure(name: str, net: Net, rounds: int = 5) -> list[Row]:
             steps[technique] = _runner(case, found.plan)
             peak = measure_memory(steps[technique], case.remaining).peak_bytes + _staging(trace, found.plan)
             size = sum(p.numel() for p in case.model.parameters())
-            rows[technique] = Row(name, technique, "measured", net.size, size, peak, 0.0, found.fits)
+            day = date.today().isoformat()
+            rows[technique] = Row(name, technique, "measured", net.size, size, peak, 0.0, found.fits, day=day)
         for technique, seconds in measure_seconds(steps, rounds).items():
             rows[technique] = replace(rows[technique], seconds=seconds)
     return list(rows.values())

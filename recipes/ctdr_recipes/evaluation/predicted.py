@@ -33,9 +33,10 @@ _ADAM_TENSORS = 2
 # Offloading is left out: to see that no plan fits takes vDNN++ 80 s a batch (ResNet-50), and a peak of 0.89 to 1.00 of
 # the dense one leaves little to find.
 _SEARCHED = (DECOMPOSED, RECOMPUTED, CTDR)
-# From the guess down, until a plan fits: finer steps would cost 5 s of planning each.
+# Steps away from the guess double from here on; then the bracket is halved. A plan of DenseNet-121 takes 5 s.
 _STEP = 0.03
-_TRIES = 6
+_TRIES = 10
+_CLOSE = 0.01  # of the batch: a bracket so narrow is not halved again
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Row:
         accuracy: After training and fine-tuning, in percent; -1 where it was not measured.
         raw_accuracy: The same before fine-tuning.
         epochs: Epochs of fine-tuning.
+        day: When it was measured, as year-month-day; empty for predictions.
     """
 
     net: str
@@ -69,6 +71,7 @@ class Row:
     accuracy: float = -1.0
     raw_accuracy: float = -1.0
     epochs: int = 0
+    day: str = ""
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,8 @@ def with_batches(rows: Sequence[Row], net: Net, device: str) -> list[Row]:
     for technique in _SEARCHED:
         traced = partial(_traced, models[_variant(technique)], net, device)
         found[technique] = _largest(technique, traced, net.size, limit)
+    # CTDR chooses its ranks too, so that each single technique's step is one of its own.
+    found[CTDR] = max(found.values())
     return [replace(row, largest_batch=found.get(row.technique, 0)) for row in rows]
 
 
@@ -156,13 +161,36 @@ def _equipped(technique: str, trace: Trace, device: str) -> Trace:
 
 
 def _largest(technique: str, traced: Callable[[int], Trace], size: int, limit: int) -> int:
-    """The largest batch of a few tried whose plan fits a limit; 0 where none does."""
-    guess = _guess(technique, traced, size, limit)
+    """The largest batch of those tried whose plan fits a limit; 0 where none does."""
+
+    def fits(batch: int) -> bool:
+        trace = traced(batch)
+        return floor_bytes(trace) <= limit and least_bytes(technique, trace, limit) <= limit
+
+    return largest_near(_guess(technique, traced, size, limit), fits)
+
+
+def largest_near(guess: int, fits: Callable[[int], bool]) -> int:
+    """The largest batch found that fits, up or down from a guess; 0 where none does.
+
+    Steps away from the guess double until one batch fits and one does not; then the bracket is halved, down to 1 %.
+    A larger one may fit: the tries are few, and a search for plans may miss one that is there.
+
+    Args:
+        guess: Where to begin.
+        fits: Whether a batch's plan fits; asked ten times at most.
+    """
+    low, high, size, stride = 0, 0, guess, max(1, int(_STEP * guess))
     for _ in range(_TRIES):
-        if least_bytes(technique, traced(guess), limit) <= limit:
-            return guess
-        guess = int(guess * (1 - _STEP))
-    return 0
+        low, high = (size, high) if fits(size) else (low, size)
+        if high and high - low <= max(1, _CLOSE * low):
+            break
+        if low and high:
+            size = (low + high) // 2
+        else:
+            size = low + stride if low else max(high - stride, 1)
+            stride *= 2
+    return low
 
 
 def _guess(technique: str, traced: Callable[[int], Trace], size: int, limit: int) -> int:

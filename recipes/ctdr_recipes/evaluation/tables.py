@@ -56,7 +56,16 @@ def about(found: Evaluation) -> str:
     """The machine, the versions, and what the predictions assume."""
     measures = found.learned or _rows(found, "measured")
     said = {name: value for name, value in found.about.items() if measures or name != "measurements"}
-    return "".join(f"* {name}: {value}\n" for name, value in said.items())
+    return "".join(f"* {name}: {value}\n" for name, value in {**said, **_days(found)}.items())
+
+
+def _days(found: Evaluation) -> dict[str, str]:
+    """What was measured on each day."""
+    named = [*((row.day, row.net) for row in _rows(found, "measured")), *((row.day, row.task) for row in found.learned)]
+    by_day: dict[str, list[str]] = defaultdict(list)
+    for day, name in named:
+        by_day[day or "an unknown day"].append(name)
+    return {f"measured on {day}": "; ".join(dict.fromkeys(names)) for day, names in by_day.items()}
 
 
 def predicted(found: Evaluation) -> str:
