@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.metadata import distributions
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from benchmarks.figures import machine
 from ctdr_lightning.basics.files import write_text
 
 # Peers are in the first two: torch's checkpoint, checkpoint_sequential and memory budget in "policies", tensorly's
@@ -40,7 +38,6 @@ TABLES: dict[str, tuple[str, ...]] = {
     "recovery": (),
     "ranks": (),
 }
-_PACKAGES = ("ctdr-lightning", "torch", "lightning", "tensorly", "numpy", "scipy", "torchvision", "transformers")
 
 
 def run(name: str, arguments: Sequence[str]) -> dict[str, Any]:
@@ -58,24 +55,6 @@ def run(name: str, arguments: Sequence[str]) -> dict[str, Any]:
             lines.append(line.rstrip("\n"))
     words = ["python", *command[1:]]
     return {"command": words, "lines": lines, "seconds": perf_counter() - start_s, "status": process.returncode}
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    versions = {found.metadata["Name"]: found.version for found in distributions()}
-    return {
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "versions": {name: versions[name] for name in _PACKAGES if name in versions},
-    }
-
-
-def _processor() -> str:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

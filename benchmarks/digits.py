@@ -4,6 +4,8 @@
 decomposes every convolution but the first in each way, re-estimates BatchNorm, fine-tunes for three epochs at
 learning rate 0.02, and re-estimates BatchNorm again on images without augmentation, as `Recovery` does before each
 validation. It prints the median over the seeds; one test image is 0.14 point.
+
+``FOLDER/digits.json`` keeps the figures; the table of ``docs/decompose.md`` is made from a committed copy of it.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -20,11 +24,24 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
+from benchmarks.figures import markdown, rows_of, write_figures
 from ctdr_lightning import Report, decompose
 from ctdr_lightning.recovery.batchnorm import reestimate
 
 EPOCHS, RATE, BATCH = 3, 0.02, 64
 Cut = Callable[[nn.Module], Report]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Medians of one way to decompose: times fewer parameters, then accuracies in percent."""
+
+    name: str
+    ratio: float
+    raw: float
+    batchnorm: float
+    fine_tuned: float
+    batchnorm_again: float
 
 
 class Digits:
@@ -144,7 +161,7 @@ def parameter_share(share: float, allocate: str | None = None, method: str = "au
 def cuts(data: Digits) -> dict[str, Cut]:
     """Every row of the table."""
     rows = {f"tucker, ranks 1/{k}": channel_share(1 / k) for k in (2, 4, 8)}
-    rows["tucker, as many in all as 1/8, allocated"] = same_in_all(1 / 8)
+    rows["tucker, as many parameters in all as ranks 1/8, allocated"] = same_in_all(1 / 8)
     for method, k in (
         ("cp", 4),
         ("cp", 8),
@@ -155,7 +172,7 @@ def cuts(data: Digits) -> dict[str, Cut]:
         ("spatial", 8),
         ("svd", 4),
     ):
-        rows[f"{method}, as many parameters as 1/{k}"] = same_parameters(1 / k, method)
+        rows[f"{method}, parameters as tucker 1/{k}"] = same_parameters(1 / k, method)
     for k in (4, 8, 16):
         rows[f"auto, 1/{k} of each layer"] = parameter_share(1 / k)
         rows[f"auto, 1/{k} of all, allocated"] = parameter_share(1 / k, "parameters")
@@ -178,10 +195,20 @@ def measure(dense: nn.Module, cut: Cut, data: Digits, number: int) -> tuple[floa
     return (*found, accuracy(model, data))
 
 
+def table(text: str) -> str:
+    """The figures of a ``digits.json`` as a Markdown table."""
+    dense, *rows = rows_of(text, "rows", Row)
+    lines = [["", "times fewer parameters", "raw", "BN", f"{EPOCHS} epochs", "BN"]]
+    lines.append([dense.name, "1", f"{dense.raw:.2f}", "", "", ""])
+    lines += [[name, *(f"{number:.2f}" for number in found)] for name, *found in map(astuple, rows)]
+    return markdown(text, lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--folder", type=Path, default=Path("outputs/digits"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     data, trained = Digits(), []
@@ -191,12 +218,16 @@ def main() -> None:
         train(trained[-1], data, 15, 0.1)
     dense = [accuracy(model, data) for model in trained]
     print(f"dense: {median(dense):.2f} % ({', '.join(f'{a:.2f}' for a in dense)})")
-    print(f"{'':40s} {'x fewer':>8s} {'raw':>7s} {'BN':>7s} {f'{EPOCHS} ep':>7s} {'BN':>7s}   after all, each seed")
+    found = [Row("dense", 1.0, *[median(dense)] * 4)]
+    print(f"{'':60s} {'x fewer':>8s} {'raw':>7s} {'BN':>7s} {f'{EPOCHS} ep':>7s} {'BN':>7s}   after all, each seed")
     for name, cut in cuts(data).items():
         if options.only in name:
             rows = [measure(model, cut, data, number) for number, model in enumerate(trained)]
-            shown = " ".join(f"{median(column):7.2f}" for column in zip(*rows, strict=True))
-            print(f"{name:40s}  {shown}   {', '.join(f'{row[-1]:.2f}' for row in rows)}", flush=True)
+            medians = [median(column) for column in zip(*rows, strict=True)]
+            found.append(Row(name, *medians))
+            write_figures(options.folder / "digits.json", rows=found)
+            shown = " ".join(f"{number:7.2f}" for number in medians)
+            print(f"{name:60s}  {shown}   {', '.join(f'{row[-1]:.2f}' for row in rows)}", flush=True)
 
 
 if __name__ == "__main__":

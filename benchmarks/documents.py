@@ -4,8 +4,8 @@
     python -m benchmarks.documents --check  # exit 1 where a document differs from its data
 
 A block stands between ``<!-- from docs/data/NAME.json: PART -->`` and ``<!-- end -->``; ``PARTS`` says what
-makes a part of which data. The demo, ``benchmarks.joint`` and the evaluation write such JSON under ``outputs/``: a copy
-of it in ``docs/data/`` and one run of this are all that new figures need.
+makes a part of which data. The demo, the evaluation and the benchmarks write such JSON under ``outputs/``: a copy of it
+in ``docs/data/`` and one run of this are all that new figures need.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import joint
+from benchmarks import decompose, digits, joint, planning_time, promise, ranks, recovery
 from ctdr_recipes import demo
 from ctdr_recipes.evaluation.tables import PARTS as EVALUATION
 from ctdr_recipes.evaluation.tables import Evaluation
@@ -28,6 +28,12 @@ _BLOCK = re.compile(r"(<!-- from (?P<data>\S+): (?P<part>\w+) -->\n)(?P<text>.*?
 PARTS: dict[str, Callable[[str, str], str]] = {
     "demo": lambda text, _: f"```text\n{demo.table(demo.from_json(text))}\n```\n",
     "joint": lambda text, _: joint.table(text),
+    "planning_time": lambda text, _: planning_time.table(text),
+    "promise": lambda text, _: promise.table(text),
+    "decompose": decompose.table,
+    "digits": lambda text, _: digits.table(text),
+    "recovery": lambda text, _: recovery.table(text),
+    "ranks": lambda text, _: ranks.table(text),
     "evaluation": lambda text, part: EVALUATION[part](Evaluation.from_json(text)),
 }
 

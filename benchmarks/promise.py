@@ -1,8 +1,11 @@
 """The promise: the decomposed net under the plan that no budget gives, against the dense net, in one run.
 
-``python -m benchmarks.promise [--rank 0.25] [--rounds 7]`` on net RN18 with Adam. Peaks are true ones of a whole step,
-weights, gradients, Adam's moments and the batch included; times are medians of thread time over rounds in which all
-rows take turns. The last row but one is what a person would do by hand: torch's checkpoint around each block.
+``python -m benchmarks.promise [--rank 0.25] [--rounds 7] [--folder FOLDER]`` on net RN18 with Adam. Peaks are true ones
+of a whole step, weights, gradients, Adam's moments and the batch included; times are medians of thread time over rounds
+in which all rows take turns. The last row but one is what a person would do by hand: torch's checkpoint around each
+block.
+
+``FOLDER/promise.json`` keeps the figures; the table of ``docs/budgets.md`` is made from a committed copy of it.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import argparse
 import copy
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from time import thread_time
 
@@ -18,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.figures import markdown, rows_of, write_figures
 from benchmarks.nets import BasicBlock, net_rn18
 from benchmarks.peak import cpu_peak_bytes
 from ctdr_lightning import Plan, Tape, decompose, record
@@ -70,9 +75,18 @@ class Way:
         return there + cpu_peak_bytes(self.step)
 
 
+@dataclass(frozen=True)
+class Row:
+    """One way: its name, true peak and median seconds of a step."""
+
+    name: str
+    peak_bytes: int
+    seconds: float
+
+
 def promised(net: nn.Module, batch: Tensor) -> Way:
     """The net under the plan of least peak that takes no longer than the dense net."""
-    way = Way("decomposed, promise", net, batch)
+    way = Way("decomposed, the promise", net, batch)
     way.step()
     way.optimizer.zero_grad(set_to_none=True)
     trace = record(way.loss)
@@ -94,12 +108,25 @@ def seconds(ways: list[Way], rounds: int) -> list[float]:
     return [median(times) for times in taken]
 
 
+def table(text: str) -> str:
+    """The figures of a ``promise.json`` as a Markdown table."""
+    rows = rows_of(text, "rows", Row)
+    dense, lines = rows[0], [["", "peak MiB", "of dense", "step s", "of dense"]]
+    for row in rows:
+        shares = row.peak_bytes / dense.peak_bytes, row.seconds / dense.seconds
+        lines.append(
+            [row.name, f"{row.peak_bytes / MIB:.1f}", f"{shares[0]:.2f}", f"{row.seconds:.2f}", f"{shares[1]:.2f}"]
+        )
+    return markdown(text, lines)
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rank", type=float, default=0.25)
     parser.add_argument("--method", default="tucker")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--folder", type=Path, default=Path("outputs/promise"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     dense, batch, _ = net_rn18()
@@ -107,16 +134,18 @@ def main() -> None:
     decompose(small, options.rank, options.method, progress=False)
     ways = [
         Way("dense", dense, batch),
-        Way("dense, checkpoint per block", copy.deepcopy(dense), batch, by_hand=True),
-        Way("decomposed", copy.deepcopy(small), batch),
-        Way("decomposed, checkpoint per block", copy.deepcopy(small), batch, by_hand=True),
+        Way("dense, torch checkpoint per block", copy.deepcopy(dense), batch, by_hand=True),
+        Way(f"decomposed, {options.method} {options.rank}", copy.deepcopy(small), batch),
+        Way("decomposed, torch checkpoint per block", copy.deepcopy(small), batch, by_hand=True),
         promised(small, batch),
     ]
     peaks = [way.peak_bytes() for way in ways]
     times = seconds(ways, options.rounds)
-    print(f"{'':34s} {'peak MiB':>8s} {'share':>6s} {'step s':>7s} {'share':>6s}")
+    print(f"{'':40s} {'peak MiB':>8s} {'share':>6s} {'step s':>7s} {'share':>6s}")
     for way, peak, time in zip(ways, peaks, times, strict=True):
-        print(f"{way.name:34s} {peak / MIB:8.1f} {peak / peaks[0]:6.3f} {time:7.3f} {time / times[0]:6.3f}")
+        print(f"{way.name:40s} {peak / MIB:8.1f} {peak / peaks[0]:6.3f} {time:7.3f} {time / times[0]:6.3f}")
+    rows = [Row(way.name, peak, time) for way, peak, time in zip(ways, peaks, times, strict=True)]
+    write_figures(options.folder / "promise.json", rows=rows)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ measured divergence and of the score: *raw* as `decompose` leaves the model, *BN
 all training batches, *ep* after fine-tuning. "x" is all parameters before over after. The ways: *each* gives every
 layer its own share (``allocate=None``, the default before), *weights* one share of all by the weights' error
 (``allocate="parameters"``), *data* is the default with ``data=``.
+
+``FOLDER/ranks.json`` keeps the figures; a table of ``docs/evaluation.md`` is made from a committed copy of it.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.figures import markdown, rows_of, write_figures
 from benchmarks.trained_nets import Batch, Net, trained
 from ctdr_lightning import Report, decompose
 from ctdr_lightning.basics.errors import ConfigError
@@ -46,6 +49,28 @@ class Row:
     batchnorm: float
     fine_tuned: float
     seconds: float
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Medians over the seeds of one network, ratio and way; scores in percent, for G in nats.
+
+    Attributes:
+        case: The network's letter and the ratio that was asked for.
+        way: How ranks were chosen.
+        dense: Score of the dense network.
+        row: Medians over the seeds, by their names in ``Row``; None where nothing was trained.
+    """
+
+    case: str
+    way: str
+    dense: float
+    row: dict[str, float | None]
+
+
+def figure(case: str, way: str, dense: float, row: Row) -> Figure:
+    """A row as JSON can hold it."""
+    return Figure(case, way, dense, {name: None if math.isnan(x) else x for name, x in vars(row).items()})
 
 
 def share_of(model: nn.Module, times: float) -> float:
@@ -155,15 +180,29 @@ def crepe(_seed: int = 0) -> Net:
     return CrepeNet("Z", model.eval(), batches, held_out, lambda frames: frames, 0.0)
 
 
+def table(text: str) -> str:
+    """The figures of CREPE in a ``ranks.json`` as a Markdown table: one line a ratio, one column a way."""
+    found = {(row.case, row.way): row for row in rows_of(text, "rows", Figure) if row.case[0] == "Z"}
+    cases, ways = ([*dict.fromkeys(key[i] for key in found)] for i in (0, 1))
+    lines = [["CREPE, frames within 50 cents, %", "dense", *(f"ranks by {way}" for way in ways)]]
+    for case in cases:
+        dense = found[case, ways[0]].dense
+        cells = [f"{found[case, way].row['raw']:.2f} (x{found[case, way].row['ratio']:.1f})" for way in ways]
+        lines.append([f"x{case[1:]} fewer parameters", f"{dense:.2f}", *cells])
+    return markdown(text, lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--cases", default=CASES, help='letters and ratios: "C16 V4 Z8"')
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=0, help="of fine-tuning")
+    parser.add_argument("--folder", type=Path, default=Path("outputs/ranks"))
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     print(f"{'':14}{'dense':>8}{'x':>7}{'nats':>10}{'raw':>8}{'BN':>8}{'ep':>8}{'s':>7}")
+    figures: list[Figure] = []
     for case in options.cases.split():
         make: Callable[[int], Net] = crepe if case[0] == "Z" else lambda seed, name=case[0]: trained(name, seed)
         nets = {seed: make(seed) for seed in (options.seeds[:1] if case[0] == "Z" else options.seeds)}
@@ -171,11 +210,13 @@ def main() -> None:
         for way in options.ways:
             with one_thread():
                 rows = [measure(net, way, float(case[1:]), options.epochs, seed) for seed, net in nets.items()]
-            found = [median(column) for column in zip(*(vars(row).values() for row in rows), strict=True)]
-            ratio, nats, raw, again, tuned, seconds = found
+            found = Row(*(median(column) for column in zip(*(vars(row).values() for row in rows), strict=True)))
+            figures.append(figure(case, way, dense, found))
+            write_figures(options.folder / "ranks.json", rows=figures)
             digits = 3 if case[0] == "G" else 2
-            scores = "".join(f"{score:8.{digits}f}" for score in (raw, again, tuned))
-            print(f"{case:6}{way:8}{dense:8.{digits}f}{ratio:7.2f}{nats:10.5f}{scores}{seconds:7.1f}", flush=True)
+            scores = "".join(f"{score:8.{digits}f}" for score in (found.raw, found.batchnorm, found.fine_tuned))
+            head = f"{case:6}{way:8}{dense:8.{digits}f}{found.ratio:7.2f}{found.divergence:10.5f}"
+            print(f"{head}{scores}{found.seconds:7.1f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ an eighth of its parameters in a Trainer with `CTDRCallback`. The learning rate 
 two epochs. It prints test accuracy after the last epoch, one row a way, one column a seed, and the median and the mean;
 then the mean test cross-entropy, which still tells ways apart where accuracy is saturated. ``--setting short``: 32
 steps at the rate of dense training, falling from the first. ``--setting scratch``: that rate, the network untrained.
+
+``FOLDER/recovery.json`` keeps the figures; the table of ``docs/recovery.md`` is made from a committed copy of it.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import copy
 import logging
 import math
 import warnings
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean, median
 from typing import NamedTuple
 
@@ -25,6 +29,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.digits import BATCH, RATE, Digits, augment, network, train
+from benchmarks.figures import markdown, rows_of, write_figures
 from ctdr_lightning import CTDRCallback, Recovery
 from ctdr_lightning.recovery import Distillation, Phase
 
@@ -52,11 +57,11 @@ class Setting(NamedTuple):
 
 TUNED: dict[str, Way] = {
     "one cut, 2 epochs": ([0], 2, None),
+    "cuts before epochs 0, 2, 4, 6 of 8": ([0, 2, 4, 6], 8, None),
+    "cuts before epochs 0, 1, 2, 3 of 8": ([0, 1, 2, 3], 8, None),
+    "the same, with a teacher": ([0, 1, 2, 3], 8, TEACHER),
     "one cut, 8 epochs": ([0], 8, None),
-    "one cut, 8 epochs, teacher": ([0], 8, TEACHER),
-    "cuts at 0, 2, 4, 6 of 8": ([0, 2, 4, 6], 8, None),
-    "cuts at 0, 1, 2, 3 of 8": ([0, 1, 2, 3], 8, None),
-    "the same, teacher": ([0, 1, 2, 3], 8, TEACHER),
+    "one cut, 8 epochs, with a teacher": ([0], 8, TEACHER),
 }
 SHORT: dict[str, Way] = {"one cut": ([0], 4, None), "cuts at 0, 1, 2, 3 of 4": ([0, 1, 2, 3], 4, None)}
 SCRATCH: dict[str, Way] = {
@@ -69,6 +74,16 @@ SETTINGS = {
     "short": Setting(SHORT, 0.1, 4, share=0.5),
     "scratch": Setting(SCRATCH, 0.1, 8, trained=0),
 }
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way: its name, accuracy in percent of each seed, mean cross-entropy, times fewer parameters."""
+
+    name: str
+    accuracies: list[float]
+    loss: float
+    ratio: float
 
 
 class FineTuned(LightningModule):
@@ -135,6 +150,16 @@ def recover(dense: nn.Module, data: Digits, way: Way, rank: float, seed: int, se
     return float(found["accuracy"]), float(found["loss"]), sum(p.numel() for p in module.parameters())
 
 
+def table(text: str) -> str:
+    """The figures of a ``recovery.json`` as a Markdown table."""
+    lines = [["", "accuracy by seed, %", "median", "mean", "mean cross-entropy", "times fewer parameters"]]
+    for row in rows_of(text, "rows", Row):
+        seeds = ", ".join(f"{accuracy:.2f}" for accuracy in row.accuracies)
+        middle = f"{median(row.accuracies):.2f}", f"{mean(row.accuracies):.2f}"
+        lines.append([row.name, seeds, *middle, f"{row.loss:.3f}", f"{row.ratio:.1f}"])
+    return markdown(text, lines)
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -143,6 +168,7 @@ def main() -> None:
     parser.add_argument("--rank", type=float, default=0.125)
     parser.add_argument("--setting", choices=SETTINGS, default="tuned")
     parser.add_argument("--rate", type=float, help="instead of the setting's")
+    parser.add_argument("--folder", type=Path, default=Path("outputs/recovery"))
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
@@ -159,12 +185,18 @@ def main() -> None:
         for way, options in setting.ways.items():
             found[way].append(recover(dense, data, options, arguments.rank, seed, setting))
     n_dense = sum(p.numel() for p in network().parameters())
+    rows = [_row(way, runs, n_dense) for way, runs in found.items()]
     print(f"digits, Tucker at {arguments.rank} of each layer; percent by seed, median, mean; mean cross-entropy")
-    for way, runs in found.items():
-        column, losses, sizes = zip(*runs, strict=True)
-        row = "  ".join(f"{accuracy:6.2f}" for accuracy in column)
-        middle = f"{median(column):6.2f}  {mean(column):6.2f}   {mean(losses):.4f}"
-        print(f"{way:28} {row}   {middle}   parameters x1/{n_dense / sizes[0]:.1f}")
+    for row in rows:
+        seeds = "  ".join(f"{accuracy:6.2f}" for accuracy in row.accuracies)
+        middle = f"{median(row.accuracies):6.2f}  {mean(row.accuracies):6.2f}   {row.loss:.4f}"
+        print(f"{row.name:36} {seeds}   {middle}   parameters x1/{row.ratio:.1f}")
+    write_figures(arguments.folder / "recovery.json", rows=rows)
+
+
+def _row(way: str, runs: list[tuple[float, ...]], n_dense: int) -> Row:
+    accuracies, losses, sizes = zip(*runs, strict=True)
+    return Row(way, list(accuracies), mean(losses), n_dense / sizes[0])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,78 @@
+"""Figures of the benchmarks: written with machine and day, read again, and made into the documents' tables."""
+
+import json
+from datetime import date
+
+from benchmarks import decompose, digits, planning_time, promise, ranks, recovery
+from benchmarks.figures import machine, measured_on, write_figures
+
+
+def written(tmp_path, **parts):
+    write_figures(tmp_path / "figures.json", **parts)
+    return (tmp_path / "figures.json").read_text()
+
+
+def test_the_day_the_machine_and_the_versions_are_kept_and_said(tmp_path):
+    text = written(tmp_path, rows=[])
+    found = json.loads(text)
+    assert found["machine"] == machine()
+    assert found["day"] == date.today().isoformat()
+    said = measured_on(text)
+    for part in (found["day"], found["machine"]["processor"], f"torch {found['machine']['versions']['torch']}"):
+        assert part in said
+
+
+def lines_of(table):
+    """The body of a table; its head and the sentence under it aside."""
+    return [line for line in table.splitlines() if line.startswith("|")][2:]
+
+
+def test_planning_time_is_told_with_its_gap(tmp_path):
+    row = planning_time.Row("ResNet", "resnet152", 2592, 1.5, 4.84, 0.9, 1.1071, 0.00049)
+    table = planning_time.table(written(tmp_path, rows=[row]))
+    assert lines_of(table) == ["| resnet152 | 2,592 | 4.8 | x1.107 | 0.0% |"]
+
+
+def test_the_promise_is_told_in_shares_of_the_dense_step(tmp_path):
+    rows = [promise.Row("dense", 400 * 2**20, 2.0), promise.Row("the promise", 100 * 2**20, 1.5)]
+    assert lines_of(promise.table(written(tmp_path, rows=rows))) == [
+        "| dense | 400.0 | 1.00 | 2.00 | 1.00 |",
+        "| the promise | 100.0 | 0.25 | 1.50 | 0.75 |",
+    ]
+
+
+def test_solvers_are_told_beside_tensorly_and_alone(tmp_path):
+    solved = [decompose.Solved("Tucker", 0.2, 0.17, 1.0, 0.17), decompose.Solved("EVBMF", 0.05)]
+    whole = [decompose.Whole('rank="error=0.5"', 4.8, 9.0, 2.0)]
+    text = written(tmp_path, solvers=solved, whole=whole)
+    assert lines_of(decompose.table(text, "solvers")) == [
+        "| Tucker | 0.200 | 0.1700 | 1.000 | 0.1700 | 5.0x |",
+        "| EVBMF | 0.050 |  |  |  |  |",
+    ]
+    assert lines_of(decompose.table(text, "whole")) == ['| `rank="error=0.5"` | 4.8 | 9.0 | 2.00x |']
+
+
+def test_accuracies_on_the_digits_are_told_below_the_dense_one(tmp_path):
+    rows = [digits.Row("dense", 1.0, *[98.89] * 4), digits.Row("tucker", 7.68, 97.5, 98.75, 98.89, 99.58)]
+    assert lines_of(digits.table(written(tmp_path, rows=rows))) == [
+        "| dense | 1 | 98.89 |  |  |  |",
+        "| tucker | 7.68 | 97.50 | 98.75 | 98.89 | 99.58 |",
+    ]
+
+
+def test_recovery_is_told_by_seed_median_and_mean(tmp_path):
+    rows = [recovery.Row("one cut", [99.0, 98.0, 99.6], 0.0314, 7.6)]
+    assert lines_of(recovery.table(written(tmp_path, rows=rows))) == [
+        "| one cut | 99.00, 98.00, 99.60 | 99.00 | 98.87 | 0.031 | 7.6 |"
+    ]
+
+
+def test_the_networks_that_others_trained_are_told_by_ratio_and_way(tmp_path):
+    def figure(case, way, raw):
+        row = ranks.Row(8.1, 0.01, raw, raw, float("nan"), 3.0)
+        return ranks.figure(case, way, 99.8, row)
+
+    figures = [figure("Z8", "weights", 90.0), figure("Z8", "data", 99.02), figure("C8", "data", 97.0)]
+    text = written(tmp_path, rows=figures)
+    assert "NaN" not in text
+    assert lines_of(ranks.table(text)) == ["| x8 fewer parameters | 99.80 | 90.00 (x8.1) | 99.02 (x8.1) |"]
