@@ -64,12 +64,14 @@ class Axis:
         show: Writes a value of it.
         from_zero: Whether it begins at zero.
         binary: Whether round values are those in powers of 1024.
+        whole: Whether there is nothing between two whole numbers, as with epochs.
     """
 
     label: str
     show: Format
     from_zero: bool = True
     binary: bool = False
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,16 +115,22 @@ def line_chart(
 
 def scatter(dots: Sequence[Dot], x: Axis, y: Axis, *, what: str) -> Markup:
     """Points, each with its name."""
-    across = _scale([dot.x for dot in dots], x, LEFT, WIDTH - RIGHT - 60)
+    across = _scale([dot.x for dot in dots], x, LEFT, WIDTH - RIGHT)
     up = _scale([dot.y for dot in dots], y, HEIGHT - BOTTOM, TOP + 14)
     drawn = []
     for dot in dots:
         at = {"cx": across(dot.x), "cy": up(dot.y)}
         title = element("title", f"{dot.name}: {x.label} {x.show(dot.x)}, {y.label} {y.show(dot.y)}")
         mark = element("circle", title, r=6, class_=f"dot c{dot.colour % COLOURS}", **at)
-        label = element("text", dot.name, x=at["cx"] + 9, y=at["cy"] - 7, class_="name")
+        label = _beside_dot(dot.name, at["cx"], at["cy"])
         drawn.append(element("a", mark, label, href=f"#{dot.link}") if dot.link else joined([mark, label]))
     return element("figure", _svg(_grid(x, y, across, up), *drawn, what=what), class_="scatter")
+
+
+def _beside_dot(name: str, x: float, y: float) -> Markup:
+    """A dot's name, towards the side that has more room."""
+    left = x > (LEFT + WIDTH - RIGHT) / 2
+    return element("text", name, x=x - 9 if left else x + 9, y=y - 7, class_="name end" if left else "name")
 
 
 def stacked_bar(parts: Sequence[tuple[str, float, str]], whole: float, *, what: str) -> Markup:
@@ -197,10 +205,10 @@ def _level(name: str, level: float, up: _Scale, show: Format) -> Markup:
 
 def _grid(x: Axis, y: Axis, across: _Scale, up: _Scale) -> Markup:
     drawn = []
-    for value in _ticks(up.low, up.high, y.binary):
+    for value in _ticks(up.low, up.high, y):
         drawn.append(element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=up(value), y2=up(value), class_="grid"))
         drawn.append(element("text", y.show(value), x=LEFT - 8, y=up(value) + 4, class_="tick end"))
-    for value in _ticks(across.low, across.high, x.binary):
+    for value in _ticks(across.low, across.high, x):
         drawn.append(element("text", x.show(value), x=across(value), y=HEIGHT - BOTTOM + 17, class_="tick middle"))
     drawn.append(element("text", x.label, x=(LEFT + WIDTH - RIGHT) / 2, y=HEIGHT - 6, class_="tick middle"))
     drawn.append(element("text", y.label, x=-(TOP + HEIGHT - BOTTOM) / 2, y=12, transform="rotate(-90)",
@@ -208,10 +216,10 @@ def _grid(x: Axis, y: Axis, across: _Scale, up: _Scale) -> Markup:
     return joined(drawn)
 
 
-def _ticks(low: float, high: float, binary: bool) -> list[float]:
-    """Round values between two: three to eight of them."""
-    rough = (high - low) / 5
-    unit = 1024 ** math.floor(math.log(rough, 1024)) if binary and rough > 1 else 1
+def _ticks(low: float, high: float, axis: Axis) -> list[float]:
+    """Round values between two: three to eight of them, fewer where they are whole."""
+    rough = max((high - low) / 5, float(axis.whole))
+    unit = 1024 ** math.floor(math.log(rough, 1024)) if axis.binary and rough > 1 else 1
     power = unit * 10 ** math.floor(math.log10(rough / unit))
     step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough)
     first = math.ceil(low / step - 1e-9)

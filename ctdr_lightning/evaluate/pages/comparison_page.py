@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import takewhile
 
 from ctdr_lightning.basics.units import GIB, format_bytes, format_seconds
 from ctdr_lightning.evaluate.pages.charts import Axis, Curve, Dot, line_chart, scatter
-from ctdr_lightning.evaluate.pages.markup import Amount, Markup, anchor, element, table
+from ctdr_lightning.evaluate.pages.markup import Amount, Markup, anchor, element, filled_columns, table
 from ctdr_lightning.evaluate.pages.memory_section import MEMORY, TIME, curve_of
 from ctdr_lightning.evaluate.pages.page import page, section
 from ctdr_lightning.evaluate.pages.run_page import RunParts, predicted_peak_bytes
 
 _MOST_CURVES = 8  # as many as there are colours
+_LONG_NAME = 40
+# Where an override begins in the folder's name that Hydra makes of them: "ctdr.rank-0.5-experiment-digits".
+_KEY = re.compile(r"(?:^|-)(?=\+*[A-Za-z])")
 
 
 def comparison_page(title: str, runs: Sequence[RunParts]) -> str:
@@ -21,6 +27,7 @@ def comparison_page(title: str, runs: Sequence[RunParts]) -> str:
         title: Of the page.
         runs: At least one.
     """
+    runs = _shortly_named(runs)
     head, rows = comparison_rows(runs)
     ids = [anchor(parts.record.name) for parts in runs]
     sections = [section("Runs", table(head, rows, ids=ids)), *_pictures(runs)]
@@ -33,16 +40,33 @@ def comparison_rows(runs: Sequence[RunParts]) -> tuple[list[str], list[list[obje
     differing = [n for n in settings if len({parts.record.settings.get(n) for parts in runs}) > 1]
     scores = list(dict.fromkeys(n for parts in runs for n in parts.record.metrics if _is_score(n)))
     head = ["run", *differing, "parameters", *scores, "peak predicted", "peak measured", "time of a batch", "samples/s"]
-    rows = [_row(parts, differing, scores) for parts in runs]
-    filled = [i for i in range(len(head)) if i == 0 or any(str(row[i]) for row in rows)]
-    return [head[i] for i in filled], [[row[i] for i in filled] for row in rows]
+    return filled_columns(head, [_row(parts, differing, scores) for parts in runs])
 
 
 def comparison_text(runs: Sequence[RunParts]) -> str:
     """The table as Markdown."""
-    head, rows = comparison_rows(runs)
+    head, rows = comparison_rows(_shortly_named(runs))
     lines = [head, ["---"] * len(head), *([str(cell).replace("|", "/") for cell in row] for row in rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _shortly_named(runs: Sequence[RunParts]) -> Sequence[RunParts]:
+    """The same runs; of long names the overrides that all share at the beginning and at the end are left out."""
+    names = [parts.record.name for parts in runs]
+    if len(set(names)) < 2 or max(map(len, names)) <= _LONG_NAME:
+        return runs
+    begin, end = _n_shared(names), len(names[0]) - _n_shared([name[::-1] for name in names])
+    first = max((m.end() for m in _KEY.finditer(names[0]) if m.end() <= begin), default=0)
+    last = min((m.start() for m in _KEY.finditer(names[0]) if m.start() >= end), default=len(names[0]))
+    short = [name[first : len(name) - (len(names[0]) - last)] for name in names]
+    if len(set(short)) < len(set(names)):
+        return runs
+    return [replace(parts, record=replace(parts.record, name=name)) for parts, name in zip(runs, short, strict=True)]
+
+
+def _n_shared(names: Sequence[str]) -> int:
+    """How many letters at the beginning are the same in all."""
+    return sum(1 for _ in takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False)))
 
 
 def _is_score(name: str) -> bool:
@@ -85,18 +109,18 @@ def _pictures(runs: Sequence[RunParts]) -> Iterator[Markup]:
     placed = [p for p in runs if peak_of(p) and name is not None and p.record.last(name) is not None]
     if name is not None and placed:
         dots = [
-            Dot(p.record.name, peak_of(p), p.record.last(name) or 0.0, index, anchor(p.record.name))
+            Dot(p.record.name, peak_of(p), p.record.last(name) or 0.0, index + 1, anchor(p.record.name))
             for index, p in enumerate(placed)
         ]
         axis = Axis(name, lambda v: f"{v:.4g}", from_zero=False)
         yield section(f"{name} and the peak of a step", scatter(dots, MEMORY, axis, what=f"{name} against the peak"))
     planned = [(p.record.name, p.plan.timeline) for p in runs if p.plan is not None][:_MOST_CURVES]
     if planned:
-        curves = [curve_of(label, line, index) for index, (label, line) in enumerate(planned)]
+        curves = [curve_of(label, line, index + 1) for index, (label, line) in enumerate(planned)]
         note = element("p", "Predicted.", class_="note")
         yield section("Memory over the step", note, line_chart(curves, TIME, MEMORY, what="Live memory of each run"))
     if name is not None:
-        curves = [Curve(p.record.name, *p.record.series(name), colour=i) for i, p in enumerate(runs[:_MOST_CURVES])]
-        epoch = Axis("epoch", lambda v: f"{v:g}", from_zero=False)
+        curves = [Curve(p.record.name, *p.record.series(name), colour=i + 1) for i, p in enumerate(runs[:_MOST_CURVES])]
+        epoch = Axis("epoch", lambda v: f"{v:g}", from_zero=False, whole=True)
         axis = Axis(name, lambda v: f"{v:.4g}", from_zero=False)
         yield section(f"{name} over the epochs", line_chart(curves, epoch, axis, what=f"{name} of each run"))

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from ctdr_lightning.basics.units import format_bytes, format_seconds
-from ctdr_lightning.evaluate.pages.markup import Amount, Markup, anchor, element, table
+from ctdr_lightning.evaluate.pages.markup import Amount, Markup, anchor, element, filled_columns, table
 from ctdr_lightning.evaluate.pages.page import section
 from ctdr_lightning.evaluate.pages.run_record import LayerLine
 from ctdr_lightning.memory.plans.plan import Decision, Plan
@@ -43,9 +43,9 @@ def layer_section(layers: Sequence[LayerLine], plan: Plan | None, others: Iterab
     order = list(dict.fromkeys([*names, *grouped, *others]))
     if not order:
         return None
-    rows = [_row(name, known.get(name), grouped.get(name, [])) for name in order]
+    head, rows = filled_columns(_HEAD, [_row(name, known.get(name), grouped.get(name, [])) for name in order])
     note = "A click on a column's name sorts by it. Bytes: tensors that autograd saves in the layer's forward."
-    return section("Layers", element("p", note, class_="note"), table(_HEAD, rows, ids=[anchor(n) for n in order]))
+    return section("Layers", element("p", note, class_="note"), table(head, rows, ids=[anchor(n) for n in order]))
 
 
 def _row(name: str, layer: LayerLine | None, decisions: Sequence[Decision]) -> tuple[object, ...]:
@@ -80,6 +80,7 @@ def _bytes(decisions: Sequence[Decision]) -> object:
 
 def _named(name: str, decisions: Sequence[Decision]) -> object:
     """The name; with what is done to each of its tensors, where there is any."""
+    name = name or "the step itself"
     if not decisions:
         return name
     told = element("ul", *(element("li", d.sentence()) for d in sorted(decisions, key=lambda d: -d.n_bytes)))

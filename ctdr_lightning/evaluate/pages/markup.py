@@ -56,12 +56,25 @@ def table(head: Sequence[object], rows: Iterable[Sequence[object]], *, ids: Sequ
         rows: Their cells.
         ids: An anchor for each row, where rows are pointed at.
     """
-    lines = []
+    lines, of_numbers = [], set[int]()
     for index, row in enumerate(rows):
         cells = [element("td", cell, **_look_of(cell)) for cell in row]
         lines.append(element("tr", *cells, id=ids[index] if ids else None))
-    columns = element("thead", element("tr", *(element("th", name, scope="col") for name in head)))
+        of_numbers |= {column for column, cell in enumerate(row) if _look_of(cell)}
+    names = [element("th", name, scope="col", class_="n" if i in of_numbers else None) for i, name in enumerate(head)]
+    columns = element("thead", element("tr", *names))
     return element("div", element("table", columns, element("tbody", *lines)), class_="scroll")
+
+
+def filled_columns(head: Sequence[str], rows: Sequence[Sequence[object]]) -> tuple[list[str], list[list[object]]]:
+    """A table without the columns that no row fills; the first one stays.
+
+    Example:
+        >>> filled_columns(["run", "rank", "loss"], [["a", "", 1.5], ["b", "", ""]])
+        (['run', 'loss'], [['a', 1.5], ['b', '']])
+    """
+    kept = [i for i in range(len(head)) if i == 0 or any(str(row[i]) for row in rows)]
+    return [head[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
 def anchor(name: str) -> str:

@@ -138,7 +138,7 @@ def _progress(record: RunRecord) -> Markup | None:
 
 
 def _charts(record: RunRecord) -> Iterator[Markup]:
-    epoch, step = Axis("epoch", lambda v: f"{v:g}", from_zero=False), Axis("step", lambda v: f"{v:g}", from_zero=False)
+    epoch, step = (Axis(name, lambda v: f"{v:g}", from_zero=False, whole=True) for name in ("epoch", "step"))
     plain = Axis("", lambda v: f"{v:.4g}", from_zero=False)
     scores = [name for name in record.metrics if "acc" in name or "loss" in name or "f1" in name]
     for kind in ("acc", "f1", "loss"):

@@ -3,6 +3,7 @@
 Run by ``make test-browser``: a browser is no Python package, so that the default tests cannot ask for one.
 """
 
+import re
 import shutil
 import subprocess
 
@@ -21,22 +22,38 @@ THEMES = {
 }
 
 
+def browse(tmp_path, *words):
+    """What headless Chromium prints."""
+    browser = next((found for found in map(shutil.which, NAMES) if found), None)
+    assert browser, f"none of {NAMES} is on the path"
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={tmp_path}/own"]
+    found = subprocess.run([browser, *options, *words], check=True, capture_output=True, timeout=120, text=True)
+    return found.stdout
+
+
 @pytest.mark.browser
 @pytest.mark.parametrize("theme", THEMES)
 def test_the_three_curves_are_drawn(tmp_path, theme):
     scheme, colours, back = THEMES[theme]
-    browser = next((found for found in map(shutil.which, NAMES) if found), None)
-    assert browser, f"none of {NAMES} is on the path"
     (tmp_path / "page.html").write_text(run_page(planned_run()))
     picture = tmp_path / "page.png"
-    words = [
-        browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={tmp_path}/own",
-        f"--blink-settings=preferredColorScheme={scheme}", f"--window-size={SIZE[0]},{SIZE[1]}",
+    browse(
+        tmp_path, f"--blink-settings=preferredColorScheme={scheme}", f"--window-size={SIZE[0]},{SIZE[1]}",
         f"--screenshot={picture}", (tmp_path / "page.html").as_uri(),
-    ]  # fmt: skip
-    subprocess.run(words, check=True, capture_output=True, timeout=120)
+    )  # fmt: skip
     pixels = Image.open(picture).convert("RGB")
     assert pixels.getpixel((2, 2)) == back
     counts = {colour: n for n, colour in pixels.getcolors(SIZE[0] * SIZE[1])}
     # A line of 1.6 pixels over half of the page's width has some hundred pixels of its full colour.
     assert all(counts.get(colour, 0) > 200 for colour in colours), {c: counts.get(c, 0) for c in colours}
+
+
+@pytest.mark.browser
+def test_a_narrow_window_shows_the_page_without_scrolling_sideways_and_its_labels_stay_readable(tmp_path):
+    measured = """<script>const label = document.querySelector("text.tick").getBoundingClientRect();
+    document.title = [document.documentElement.scrollWidth, innerWidth, label.height].join(" ");</script></body>"""
+    (tmp_path / "page.html").write_text(run_page(planned_run()).replace("</body>", measured))
+    shown = browse(tmp_path, "--window-size=400,900", "--dump-dom", (tmp_path / "page.html").as_uri())
+    wide, window, label = map(float, re.search(r"<title>(\S+) (\S+) (\S+)</title>", shown).groups())
+    assert wide <= window <= 500
+    assert label >= 8  # pixels

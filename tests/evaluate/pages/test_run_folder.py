@@ -8,6 +8,7 @@ from ctdr_lightning.basics.errors import CheckpointError
 from ctdr_lightning.cli import main
 from ctdr_lightning.evaluate.pages.comparison_page import comparison_page, comparison_text
 from ctdr_lightning.evaluate.pages.run_folder import read_runs, write_run
+from ctdr_lightning.evaluate.pages.run_page import RunParts
 from ctdr_lightning.evaluate.pages.run_record import RunRecord
 from tests.evaluate.pages.parts import Reader, planned_run
 
@@ -74,6 +75,26 @@ def test_a_comparison_tells_what_differs_and_draws_every_run(sweep):
     lines = comparison_text(runs).splitlines()
     assert len(lines) == 2 + len(runs)
     assert len({line.count("|") for line in lines}) == 1
+
+
+BATCHES, REST = "+trainer.limit_train_batches-8", "experiment-digits-logger-tensorboard"
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (["seed-0", "seed-1"], ["seed-0", "seed-1"]),
+        ([f"{BATCHES}-ctdr.rank-{rank}-{REST}" for rank in (0.25, 0.5)], ["ctdr.rank-0.25", "ctdr.rank-0.5"]),
+        ([f"{REST}-lr-1e-3", f"{REST}-lr-2e-3"], ["lr-1e-3", "lr-2e-3"]),
+        ([f"ctdr.rank-0.5-{REST}", "dense"], None),
+        ([f"{REST}-trainer-cpu"] * 2, None),
+    ],
+)
+def test_long_names_of_a_comparison_are_told_by_what_differs(names, shown):
+    runs = [RunParts(RunRecord(name)) for name in names]
+    lines = comparison_text(runs).splitlines()[2:]
+    assert [line.split("|")[1].strip() for line in lines] == (shown or names)
+    assert [parts.record.name for parts in runs] == names
 
 
 def test_the_command_writes_a_page_on_one_run_on_several_and_on_a_plan(sweep, tmp_path, capsys):

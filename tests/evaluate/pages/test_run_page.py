@@ -8,7 +8,8 @@ import pytest
 
 from ctdr_lightning import simulate
 from ctdr_lightning.basics.units import format_bytes
-from ctdr_lightning.evaluate.pages.charts import HEIGHT, WIDTH
+from ctdr_lightning.evaluate.pages.charts import HEIGHT, WIDTH, Axis, Dot, scatter
+from ctdr_lightning.evaluate.pages.layer_section import layer_section
 from ctdr_lightning.evaluate.pages.run_page import RunParts, run_page
 from ctdr_lightning.evaluate.pages.run_record import RunRecord
 from tests.evaluate.pages.parts import Reader, planned_run
@@ -83,6 +84,27 @@ def test_the_bars_parts_fill_the_peak(parts, read):
     tooltips = [t for t in read.text("title") if ": " in t]
     sizes = [t.rpartition(": ")[2] for t in tooltips]
     assert format_bytes(parts.plan.trace.resident_bytes) in sizes
+
+
+def test_epochs_are_told_as_whole_numbers_and_no_column_is_empty(parts, read):
+    shown = set(read.text("text"))
+    assert {"0", "1", "2"} <= shown
+    assert not shown & {"0.5", "1.5"}
+    assert "moved or smaller" not in read.text("th")  # nothing is moved
+    assert {"layer", "made again"} <= set(read.text("th"))
+
+
+def test_tensors_of_no_layer_are_the_steps_own():
+    assert "the step itself" in Reader(layer_section([], None, [""])).text("td")
+
+
+def test_a_dots_name_stands_on_the_side_that_has_room():
+    axis = Axis("x", str)
+    picture = scatter([Dot("left", 1.0, 1.0), Dot("right", 10.0, 2.0)], axis, axis, what="two dots")
+    names = {a["x"]: a["class"] for a in Reader(picture).all("text", "name")}
+    first, second = sorted(names, key=float)
+    assert (names[first], names[second]) == ("name", "name end")
+    assert float(second) < WIDTH
 
 
 def test_what_stands_in_a_run_cannot_break_the_page(parts):
