@@ -77,7 +77,8 @@ class MemoryReport:
             return None
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(8, 3), layout="constrained")
+        # TensorBoard shows pictures 350 pixels wide and leaves out pixels: a wider one would lose its lines.
+        figure = Figure(figsize=(5.6, 3), dpi=160, layout="constrained")
         axes = simulate(session.trace).plot(figure.subplots(), label="everything kept")
         session.plan.timeline.plot(axes, label=f"plan ({session.plan.policy})")
         return figure
