@@ -66,7 +66,7 @@ def test_the_largest_batches_are_found_for_all_but_offloading(lenet):
     assert found[DENSE] == FULL["LeNet"].size
     assert [technique for technique in TECHNIQUES if not found[technique]] == [OFFLOADED]
     text = (lenet / "evaluation.md").read_text()
-    assert "| LeNet | 4096 (1.0 x) |" in text
+    assert "| LeNet | 4096 (x1.0) |" in text
     assert "CTDR's batch is at least 2.5 times the dense one on 0 of 1 networks." in text
 
 

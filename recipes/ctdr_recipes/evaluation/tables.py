@@ -148,7 +148,7 @@ def _peaks(rows: Sequence[Row]) -> str:
 
 
 def _against(row: Row, dense: Row) -> str:
-    return f"{row.peak_bytes / dense.peak_bytes:.2f}, {row.seconds / dense.seconds:.2f} x"
+    return f"{row.peak_bytes / dense.peak_bytes:.2f}, x{row.seconds / dense.seconds:.2f}"
 
 
 def _batches(rows: Sequence[Row]) -> str:
@@ -163,7 +163,7 @@ def _batches(rows: Sequence[Row]) -> str:
 
 
 def _largest(row: Row | None, dense: Row) -> str:
-    return f"{row.largest_batch} ({row.largest_batch / dense.batch_size:.1f} x)" if row else "not searched"
+    return f"{row.largest_batch} (x{row.largest_batch / dense.batch_size:.1f})" if row else "not searched"
 
 
 def verdicts(rows: Sequence[Row]) -> Iterator[str]:
