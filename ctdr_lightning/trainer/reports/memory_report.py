@@ -73,12 +73,12 @@ class MemoryReport:
     def picture(self) -> Any:
         """Memory over the planned step beside the plain one, a matplotlib figure; None without matplotlib or a plan."""
         session = self._memory.session
-        if session is None or session.trace is None or session.plan is None or find_spec("matplotlib") is None:
+        if session is None or session.plan is None or find_spec("matplotlib") is None:
             return None
         from matplotlib.figure import Figure
 
         # TensorBoard shows pictures 350 pixels wide and leaves out pixels: a wider one would lose its lines.
         figure = Figure(figsize=(5.6, 3), dpi=160, layout="constrained")
-        axes = simulate(session.trace).plot(figure.subplots(), label="everything kept")
+        axes = simulate(session.plan.trace).plot(figure.subplots(), label="everything kept")
         session.plan.timeline.plot(axes, label=f"plan ({session.plan.policy})")
         return figure

@@ -99,6 +99,15 @@ def test_services_get_scalars_the_report_and_the_picture_by_what_they_can_do():
     assert mlflow.images["ctdr/memory.png"][1].axes
 
 
+def test_both_curves_of_the_picture_hold_the_optimizers_state():
+    wandb = LikeWandb()
+    run(wandb)
+    (axes,) = wandb.images["ctdr/memory"].axes
+    kept, planned = (line.get_ydata() for line in axes.lines)
+    assert kept[0] == planned[0]  # before anything is saved or dropped
+    assert max(planned) < max(kept)
+
+
 def test_a_service_that_fails_does_not_stop_the_run(caplog):
     logger = Broken()
     run(logger)
