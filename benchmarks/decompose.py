@@ -4,7 +4,7 @@
 synthetic 512 x 512 x 3 x 3 kernel (power-law spectra, 5 % noise) for our solvers and tensorly's, the least of a few
 runs in turns; then the time to decompose ResNet-50 whole on all cores, by each rank rule.
 
-``FOLDER/decompose.json`` keeps the figures; tables of ``docs/decompose.md`` are made from a committed copy of it.
+``FOLDER/decompose.json`` keeps the figures; `benchmarks.documents` makes a table of a committed copy of it.
 """
 
 from __future__ import annotations

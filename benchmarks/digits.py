@@ -5,7 +5,7 @@ decomposes every convolution but the first in each way, re-estimates BatchNorm, 
 learning rate 0.02, and re-estimates BatchNorm again on images without augmentation, as `Recovery` does before each
 validation. It prints the median over the seeds; one test image is 0.14 point.
 
-``FOLDER/digits.json`` keeps the figures; the table of ``docs/decompose.md`` is made from a committed copy of it.
+``FOLDER/digits.json`` keeps the figures; `benchmarks.documents` makes a table of a committed copy of it.
 """
 
 from __future__ import annotations

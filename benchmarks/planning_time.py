@@ -3,7 +3,7 @@
 ``python -m benchmarks.planning_time [--share 0.35] [--picture docs/img/planning_time.png] [--folder FOLDER]``. Seconds
 are processor time on one thread, the lower bound's included; no weight of a large net is ever computed with.
 
-``FOLDER/planning_time.json`` keeps the figures; the table of ``docs/budgets.md`` is made from a committed copy of it.
+``FOLDER/planning_time.json`` keeps the figures; `benchmarks.documents` makes a table of a committed copy of it.
 """
 
 from __future__ import annotations

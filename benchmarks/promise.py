@@ -5,7 +5,7 @@ of a whole step, weights, gradients, Adam's moments and the batch included; time
 in which all rows take turns. The last row but one is what a person would do by hand: torch's checkpoint around each
 block.
 
-``FOLDER/promise.json`` keeps the figures; the table of ``docs/budgets.md`` is made from a committed copy of it.
+``FOLDER/promise.json`` keeps the figures; `benchmarks.documents` makes a table of a committed copy of it.
 """
 
 from __future__ import annotations

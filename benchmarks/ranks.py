@@ -7,7 +7,7 @@ all training batches, *ep* after fine-tuning. "x" is all parameters before over 
 layer its own share (``allocate=None``, the default before), *weights* one share of all by the weights' error
 (``allocate="parameters"``), *data* is the default with ``data=``.
 
-``FOLDER/ranks.json`` keeps the figures; a table of ``docs/evaluation.md`` is made from a committed copy of it.
+``FOLDER/ranks.json`` keeps the figures; `benchmarks.documents` makes a table of a committed copy of it.
 """
 
 from __future__ import annotations

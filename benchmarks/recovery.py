@@ -6,7 +6,7 @@ two epochs. It prints test accuracy after the last epoch, one row a way, one col
 then the mean test cross-entropy, which still tells ways apart where accuracy is saturated. ``--setting short``: 32
 steps at the rate of dense training, falling from the first. ``--setting scratch``: that rate, the network untrained.
 
-``FOLDER/recovery.json`` keeps the figures; the table of ``docs/recovery.md`` is made from a committed copy of it.
+``FOLDER/recovery.json`` keeps the figures; `benchmarks.documents` makes a table of a committed copy of it.
 """
 
 from __future__ import annotations
