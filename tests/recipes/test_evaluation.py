@@ -60,6 +60,13 @@ def test_decomposed_rows_are_smaller_and_peaks_are_peaks(lenet):
     assert rows["measured", DENSE].peak_bytes > MIB
 
 
+def test_a_plan_that_keeps_everything_is_the_plain_step_and_takes_its_time(lenet):
+    rows = [r for r in Evaluation.from_json((lenet / "evaluation.json").read_text()).rows if r.source == "measured"]
+    found = {row.technique: (row.peak_bytes, row.seconds) for row in rows}
+    assert found[RECOMPUTED] == found[DENSE]  # no plan fits LeNet, so that all is kept
+    assert found[CTDR] == found[DECOMPOSED]
+
+
 def test_the_largest_batches_are_found_for_all_but_offloading(lenet):
     rows = Evaluation.from_json((lenet / "evaluation.json").read_text()).rows
     found = {row.technique: row.largest_batch for row in rows if row.source == "predicted"}
