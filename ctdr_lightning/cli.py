@@ -24,7 +24,7 @@ from typing import Any
 from torch import nn
 
 from ctdr_lightning import __version__
-from ctdr_lightning.basics.errors import ConfigError, CTDRError
+from ctdr_lightning.basics.errors import ConfigError, CTDRError, InfeasibleBudgetError
 from ctdr_lightning.basics.files import write_text
 from ctdr_lightning.basics.units import format_bytes, format_seconds, parse_bytes
 from ctdr_lightning.command_line.batches import Input, from_data, from_inputs, resized
@@ -35,8 +35,10 @@ from ctdr_lightning.command_line.steps import step_of
 from ctdr_lightning.decomposition import METHODS, Report, decompose
 from ctdr_lightning.memory import POLICIES, Plan, Trace, max_batch, plan, record_fake, simulate
 from ctdr_lightning.memory.codecs import CODECS
+from ctdr_lightning.memory.helpful_places import place_that_fits
 from ctdr_lightning.memory.holders.base import HOLDERS
 from ctdr_lightning.memory.holders.places import Places
+from ctdr_lightning.memory.planner import resolve_budget
 from ctdr_lightning.memory.values.tensors import storage_bytes
 
 _STATES = {"adam": 2, "sgd": 0, "momentum": 1}
@@ -74,7 +76,10 @@ def _plan(options: argparse.Namespace) -> None:
     trace, report = _recorded(options, batch)
     trace = options.places.equip(trace, options.device)
     policy = options.policy or ("auto" if options.budget else "sqrt")
-    made = plan(trace, options.budget, policy)
+    try:
+        made = plan(trace, options.budget, policy)
+    except InfeasibleBudgetError as error:
+        raise _with_place(error, trace, policy, options) from error
     plain = simulate(trace)
     print(f"Plain step: peak {format_bytes(plain.peak_bytes)}, {format_seconds(plain.seconds)}.")
     _say(made, options)
@@ -83,6 +88,18 @@ def _plan(options: argparse.Namespace) -> None:
         if report is not None:  # the model's own step, to compare with
             dense = simulate(_recorded(argparse.Namespace(**{**vars(options), "rank": None}), batch)[0])
         write_plan_page(options.html, options.model, made, report, dense)
+
+
+def _with_place(
+    error: InfeasibleBudgetError, trace: Trace, policy: str, options: argparse.Namespace
+) -> InfeasibleBudgetError:
+    """The planner's error, with the place or codec that would help in front of its hint."""
+    limit_bytes = resolve_budget(options.budget, trace.device).peak_bytes
+    found = place_that_fits(trace, limit_bytes or 0, options.places, policy, options.device)
+    if found is None:
+        return error
+    argument, value, peak_bytes = found
+    return error.but_first(f"write --{argument} {value}, with which it takes {format_bytes(peak_bytes)}")
 
 
 def _recorded(options: argparse.Namespace, batch: Any) -> tuple[Trace, Report | None]:

@@ -38,6 +38,18 @@ class InfeasibleBudgetError(CTDRError, RuntimeError):
         super().__init__(problem, hint)
         self.least_peak_bytes = least_peak_bytes
 
+    def but_first(self, remedy: str) -> InfeasibleBudgetError:
+        """The same error with a nearer remedy before its own; the same where there is none.
+
+        Example:
+            >>> print(InfeasibleBudgetError("Nothing fits.", "Raise it.").but_first("use a disk").hint)
+            Use a disk; or raise it.
+        """
+        if not remedy:
+            return self
+        hint = f"{remedy[0].upper()}{remedy[1:]}; or {self.hint[0].lower()}{self.hint[1:]}"
+        return InfeasibleBudgetError(self.problem, hint, least_peak_bytes=self.least_peak_bytes)
+
 
 class OffloadError(CTDRError, RuntimeError):
     """A tensor could not be moved away or brought back: a disk that is full, a limit that is reached."""

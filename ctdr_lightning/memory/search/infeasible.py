@@ -48,14 +48,27 @@ def nearest_remedy(timeline: Timeline, least_bytes: int, budget_bytes: int, aske
     at_end = int(timeline.bytes_at[-1]) if len(timeline.bytes_at) else 0
     fixed = at_end + least_bytes - timeline.peak_bytes
     higher = f"raise memory_budget to {format_roomy(max(least_bytes, asked_least_bytes))}"
+    smaller = _smaller(fixed, least_bytes, budget_bytes)
     if budget_bytes <= fixed:
-        return (
-            f"Weights, gradients and optimizer state alone take {format_bytes(fixed)}: use a lower rank, or {higher}."
-        )
-    share = (budget_bytes - fixed) / max(least_bytes - fixed, 1)
-    smaller = f"use a batch about {share:.0%} as large, a lower rank, or offload"
-    first, second = (higher, smaller) if least_bytes <= _NEARLY * budget_bytes else (smaller, higher)
-    return f"{first[0].upper()}{first[1:]}; or {second}."
+        change = f"{smaller}, or {higher}" if smaller else higher
+        return f"Weights, gradients and optimizer state alone take {format_bytes(fixed)}: {change}."
+    first, second = (higher, smaller) if least_bytes <= _NEARLY * budget_bytes or not smaller else (smaller, higher)
+    return f"{first[0].upper()}{first[1:]}{second and f'; or {second}'}."
+
+
+def _smaller(fixed: int, least_bytes: int, budget_bytes: int) -> str:
+    """How much smaller the batch or the weights would have to be, the smaller change first; empty where neither helps.
+
+    What is fixed grows with the weights, the rest of the peak with the batch.
+    """
+    batch = int(100 * (budget_bytes - fixed) / max(least_bytes - fixed, 1))
+    weights = int(100 * (1 - (least_bytes - budget_bytes) / max(fixed, 1)))
+    changes = [
+        (batch, f"a batch about {batch}% as large"),
+        (weights, f"a rank that leaves about {weights}% of the weights"),
+    ]
+    named = [words for share, words in sorted(changes, reverse=True) if share > 0]
+    return f"use {' or '.join(named)}" if named else ""
 
 
 def culprit(timeline: Timeline) -> str:

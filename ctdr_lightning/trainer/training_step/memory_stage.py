@@ -16,18 +16,19 @@ from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.progress_bar import doing, one_bar
 from ctdr_lightning.basics.units import MIB, format_bytes, parse_bytes
 from ctdr_lightning.joint.promise import promise
-from ctdr_lightning.memory import Plan, Session, Trace, plan, simulate
+from ctdr_lightning.memory import Plan, Session, Trace, plan
 from ctdr_lightning.memory.holders.places import Places
 from ctdr_lightning.memory.many_shapes import ManyShapes
 from ctdr_lightning.memory.policies import Budget
 from ctdr_lightning.memory.traces.machine import CodecCost, Link
-from ctdr_lightning.memory.traces.trace import StorageRecord
 from ctdr_lightning.trainer.modules import overrides
 from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.training_step.batch_meter import BatchMeter
+from ctdr_lightning.trainer.training_step.batch_needs import BatchNeeds, forward_ticks
 from ctdr_lightning.trainer.training_step.device import allocated_peak_bytes, tensors_of
 from ctdr_lightning.trainer.training_step.gradient_readers import gradient_reader
-from ctdr_lightning.trainer.training_step.optimizer_bytes import OptimizerBytes, optimizer_does_not_fit, predict
+from ctdr_lightning.trainer.training_step.optimizer_bytes import OptimizerBytes, predict
+from ctdr_lightning.trainer.training_step.remedies import Remedies, optimizer_does_not_fit
 from ctdr_lightning.trainer.training_step.resident import local_bytes, optimizer_tensors
 
 # Each retry has a fifth less than the last: in the slow tests under a hard cap one retry is enough.
@@ -124,22 +125,19 @@ class MemoryStage:
     def _plan(self, trace: Trace) -> Plan:
         """The plan of this process alone: results do not depend on plans, and no process waits for another's."""
         self._machine = self._machine or self._places.measured()
-        equipped = trace.with_static(self._optimizer.state + self._copied_bytes).with_machine(*self._machine)
-        standing = _with_forward_bytes(equipped, self._kept_bytes)
-        if self._steps_in_backward:
-            standing = _with_backward_bytes(standing, self._optimizer.temporary)
-        plain = simulate(standing).bytes_at
-        end_bytes = int(plain[-1]) if len(plain) else standing.resident_bytes
-        end_bytes -= self._copied_bytes  # they are gone when the backward is over
-        self.rest_peak_bytes = end_bytes + (0 if self._steps_in_backward else self._optimizer.temporary)
-        if self._budget_bytes is not None and self.rest_peak_bytes > self._budget_bytes:
-            self._refuse(self._too_large(end_bytes, standing))
+        needs = BatchNeeds(
+            trace.with_machine(*self._machine), self._optimizer, self._steps_in_backward, self._kept_bytes,
+            self._copied_bytes,
+        )  # fmt: skip
+        self.rest_peak_bytes = needs.rest_bytes
+        if self._budget_bytes is not None and needs.rest_bytes > self._budget_bytes:
+            self._refuse(self._too_large(needs))
         try:
             with one_bar(self._shown), doing("plan the step"):
-                made = self._best(standing)
+                made = self._best(needs.standing)
         except InfeasibleBudgetError as error:
-            self._refuse(error)
-            made = plan(standing, Budget(seconds=math.inf))  # the least peak at any time
+            self._refuse(self._with_remedy(error, needs))
+            made = plan(needs.standing, Budget(seconds=math.inf))  # the least peak at any time
         self._n_planned += 1
         return made
 
@@ -162,13 +160,23 @@ class MemoryStage:
         # to go below what the optimizer's step takes anyway would cost time for nothing
         return plan(trace, self.rest_peak_bytes) if made.peak_bytes < self.rest_peak_bytes else made
 
-    def _too_large(self, end_bytes: int, trace: Trace) -> InfeasibleBudgetError:
+    def _too_large(self, needs: BatchNeeds) -> InfeasibleBudgetError:
         assert self._budget_bytes is not None
+        if not self._ends_the_run:  # a warning names no remedy
+            return optimizer_does_not_fit(needs, self._budget_bytes)
+        # the budget that the error names has to do for forward and backward too
+        least_bytes = self._least_bytes(needs.standing)
+        return optimizer_does_not_fit(needs, self._budget_bytes, least_bytes, self._remedies(needs))
+
+    def _with_remedy(self, error: InfeasibleBudgetError, needs: BatchNeeds) -> InfeasibleBudgetError:
+        """The error of a budget; another policy than the default one has its own hint: the default one."""
+        tried = self._ends_the_run and self._budget_bytes is not None and self._options.policy == "auto"
+        return error.but_first(self._remedies(needs).nearest(error.least_peak_bytes)) if tried else error
+
+    def _remedies(self, needs: BatchNeeds) -> Remedies:
         assert self._module is not None
-        trainer: Any = self._module.trainer
-        # the budget that the error names has to do for forward and backward too; a warning names none
-        step_bytes = self._least_bytes(trace) if self._ends_the_run else 0
-        return optimizer_does_not_fit(trainer.optimizers, self._optimizer, end_bytes, step_bytes, self._budget_bytes)
+        assert self._budget_bytes is not None
+        return Remedies(self._module.trainer, self._module, self._options, needs, self._budget_bytes)
 
     def _least_bytes(self, trace: Trace) -> int:
         """The least peak of forward and backward; where they fit beside the optimizer's step, that one's."""
@@ -269,7 +277,7 @@ class MemoryStage:
         if found is None:
             return self._budget_bytes is not None
         limit = self._budget_bytes if self._budget_bytes is not None else found.peak_bytes
-        forward = found.timeline.bytes_at[: _forward_ticks(found.trace)]
+        forward = found.timeline.bytes_at[: forward_ticks(found.trace)]
         return int(forward.max(initial=0)) + gradient_bytes > limit
 
     def meters(self, trainer: Any) -> bool:
@@ -311,23 +319,3 @@ class MemoryStage:
         if self.session is not None:
             self.session.abort()
         self._holders.close()
-
-
-def _forward_ticks(trace: Trace) -> int:
-    """How many ticks there are up to the last op of the forward."""
-    return max((trace.ops[index].tick for index in trace.forward_ops), default=-1) + 1
-
-
-def _with_forward_bytes(trace: Trace, n_bytes: int) -> Trace:
-    """A step in whose forward so many more bytes are live: the gradients of the step before."""
-    if not n_bytes or not trace.n_ticks:
-        return trace
-    return replace(trace, storages=(*trace.storages, StorageRecord(n_bytes, 0, max(_forward_ticks(trace) - 1, 0))))
-
-
-def _with_backward_bytes(trace: Trace, n_bytes: int) -> Trace:
-    """A step in whose backward so many more bytes are live: what the update of one parameter takes."""
-    ticks = [op.tick for op in trace.ops if op.backward]
-    if not n_bytes or not ticks:
-        return trace
-    return replace(trace, storages=(*trace.storages, StorageRecord(n_bytes, ticks[0], ticks[-1])))

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ctdr_lightning.basics.errors import InfeasibleBudgetError
-from ctdr_lightning.basics.units import format_bytes, format_roomy
 from ctdr_lightning.memory.holders.disk import STAGING_BYTES
 from ctdr_lightning.memory.holders.optimizer_state import check_movable, chunks_of, state_away_of
 from ctdr_lightning.memory.values.live_bytes import PeakMeter
@@ -92,38 +90,13 @@ def elsewhere(optimizers: list[torch.optim.Optimizer]) -> tuple[str, OptimizerBy
     return words, OptimizerBytes(each[0][0], max(temporary for _, temporary in each))
 
 
-def optimizer_does_not_fit(
-    optimizers: list[torch.optim.Optimizer],
-    present: OptimizerBytes,
-    end_bytes: int,
-    step_bytes: int,
-    budget_bytes: int,
-) -> InfeasibleBudgetError:
-    """The error for a budget that the optimizer's step breaks, whatever the plan of forward and backward.
-
-    Args:
-        optimizers: In whose settings a remedy is sought.
-        present: What they take as they are set.
-        end_bytes: What is in memory when the backward is over, their state included.
-        step_bytes: The least that forward and backward take, their state included; 0 where it is not known.
-        budget_bytes: The budget.
-    """
-    takes = end_bytes + present.temporary
-    least = max(takes, step_bytes)
-    away = elsewhere(optimizers)
-    fitting = (
-        f"use {words}, with which it takes {format_bytes(end_bytes - present.state + found.total)}; or "
-        for words, found in (*leaner(optimizers), *([away] if away is not None else []))
-        if max(end_bytes + found.temporary, step_bytes) - present.state + found.state <= budget_bytes
-    )
-    remedy = f"{next(fitting, '')}raise memory_budget to {format_roomy(least)}, or use a lower rank."
-    return InfeasibleBudgetError(
-        f"The optimizer's step does not fit the budget of {format_bytes(budget_bytes)}: weights, gradients, its state "
-        f"and the batch take {format_bytes(end_bytes)}, its temporaries {format_bytes(present.temporary)}, together "
-        f"{format_bytes(takes)}.",
-        remedy[0].upper() + remedy[1:],
-        least_peak_bytes=least,
-    )
+def predict_inside(optimizers: list[torch.optim.Optimizer]) -> OptimizerBytes | None:
+    """What the optimizers would take if they updated each parameter as its gradient is ready; None as for `predict`."""
+    try:
+        each = [(_measure(optimizer, {})[0], _measure_alone(optimizer, {})) for optimizer in optimizers]
+    except Exception:  # as in predict
+        return None
+    return OptimizerBytes(sum(state for state, _ in each), max((temporary for _, temporary in each), default=0))
 
 
 def _take(optimizer: torch.optim.Optimizer, settings: dict[str, bool]) -> tuple[int, int]:

@@ -73,7 +73,7 @@ class StepInBackward:
         """
         if not self._asked or self._handles:
             return
-        reason = _hindrance(trainer, module, keeps_gradients)
+        reason = hindrance(trainer, module, keeps_gradients=keeps_gradients)
         if reason:
             raise ConfigError(
                 f"{OPTION} cannot be: {reason}.", "Leave optimizer_step out, or take away what stands in its way."
@@ -151,8 +151,14 @@ def _alone(optimizer: Optimizer, index: int, param: Tensor) -> Iterator[None]:
             group["params"] = params
 
 
-def _hindrance(trainer: Any, module: LightningModule, keeps_gradients: bool) -> str:
-    """Why the step cannot be inside the backward; empty where it can."""
+def hindrance(trainer: Any, module: LightningModule, *, keeps_gradients: bool) -> str:
+    """Why the step cannot be inside the backward; empty where it can.
+
+    Args:
+        trainer: About to train, or in training.
+        module: The model.
+        keeps_gradients: Whether the gradients of a step are asked for in the next one.
+    """
     for reason in (_run_hindrance(trainer, module), _optimizer_hindrance(trainer), _code_hindrance(trainer, module)):
         if reason:
             return reason
