@@ -4,13 +4,15 @@ Both hold for every plan of the tape that keeps and recomputes, at tensor granul
 covered. The bound is the relaxation of the staged program (see ``staged``), which is Checkmate's (Jain et al., MLSys
 2020) with bytes limited at a few ticks. One tick, where the plain step is highest, gives most of it: what is not held
 there must be made again at least once, from what is held. So it takes 0.2 s for ResNet-50, whose full tableau has a
-million rows; near linear in ops.
+million rows; near linear in ops. With that tick alone the program is nearly a knapsack, which is solved in whole
+numbers too: where few large tensors fit, half a tensor more or less is most of the distance to the best plan.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from ctdr_lightning.memory.bounds.linear_program import Solution
 from ctdr_lightning.memory.bounds.staged_program import Lives, StagedProgram, choose_ticks, lives_of
 from ctdr_lightning.memory.simulator.prepared import Prepared, prepared
 from ctdr_lightning.memory.traces.trace import Trace
@@ -22,6 +24,11 @@ TICKS = (1, 4, 16)
 MANY_VARIABLES = 5000
 # Share of a step; more ticks are tried for as long as they raise the bound by this much.
 WORTHWHILE = 1e-3
+# Of the seconds that are recomputed, and nodes of the search tree: most programs are solved at its root. The limit
+# keeps the others short, and is no clock, so that a trace has one bound.
+WHOLE_GAP, WHOLE_NODES = 1e-3, 50
+# Share of a step by which the solver's bound may be off: its tolerances.
+TOLERANCE = 1e-6
 
 
 def lower_bound_seconds(step: Trace | Prepared, peak_bytes: int) -> float:
@@ -52,7 +59,19 @@ def _bound_s(step: Prepared, peak_bytes: int) -> float:
         if relaxed is None:
             return float("inf")
         share = max(share, relaxed.bound)
-    return trace.seconds * (1 + share)
+    whole = whole_numbers(step, peak_bytes)[1]
+    return trace.seconds * (1 + max(share, whole.bound - TOLERANCE if whole is not None else 0.0))
+
+
+def whole_numbers(step: Prepared, peak_bytes: int) -> tuple[StagedProgram, Solution | None]:
+    """The program with bytes limited at one tick, and what was found in whole numbers; once for a peak."""
+
+    def solve() -> tuple[StagedProgram, Solution | None]:
+        ticks = choose_ticks(step.trace, step.plain_bytes_at, peak_bytes, 1)
+        staged = StagedProgram(step.trace, ticks, peak_bytes, lives_of(step))
+        return staged, staged.program.solve(float("inf"), WHOLE_GAP, WHOLE_NODES)
+
+    return step.once(("whole", peak_bytes), solve)
 
 
 def floor_bytes(step: Trace | Prepared) -> int:

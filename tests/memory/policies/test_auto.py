@@ -6,7 +6,7 @@ from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.memory import POLICIES, Budget, Trace, plan, simulate
 from ctdr_lightning.memory.bounds.lower_bound import lower_bound_seconds
 from ctdr_lightning.memory.search.fastest import NO_GAP
-from tests.memory.graphs import GRAPHS, graph_trace
+from tests.memory.graphs import GRAPHS, chain, graph_trace
 from tests.memory.policies.nets import quick
 from tests.memory.policies.test_conformance import benched
 
@@ -53,6 +53,13 @@ def test_less_memory_takes_no_less_time(name):
         assert found.seconds >= before * (1 - 0.005)
         before = max(before, found.seconds)
     assert before >= trace.seconds
+
+
+def test_a_plan_that_gives_up_one_whole_value_for_a_byte_is_proven_the_best():
+    trace = graph_trace(chain([4] * 10))
+    made = plan(trace, simulate(trace).peak_bytes - 1)
+    assert made.recompute_seconds > 0
+    assert made.gap == pytest.approx(0, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", ["residual", "u-net", "R", "T"])
