@@ -60,11 +60,12 @@ def _plans(step: Prepared, budget: Budget) -> Iterator[Actions]:
     if not to:
         return
     plain = step.plain_peak_bytes
+    programs = _Programs(step, link_to(trace, to))
     limits = [trace.resident_bytes + int(share * (plain - trace.resident_bytes)) for share in SHARES]
     for wanted in limits if budget.peak_bytes is None else [budget.peak_bytes]:
         limit = wanted
         for attempt in range(ROUNDS):
-            moved = _solved(step, link_to(trace, to), limit)
+            moved = programs.solved(limit)
             if moved is None:
                 break
             actions = scheduled(step, moved)
@@ -75,25 +76,33 @@ def _plans(step: Prepared, budget: Budget) -> Iterator[Actions]:
             limit -= over << attempt  # what is landing early or leaving late may need more than its own excess
 
 
-def _solved(step: Prepared, link: Link, limit_bytes: int) -> dict[int, Action] | None:
-    """What to move so that every tick takes at most so much; None where nothing does."""
-    inputs = layer_inputs(step, lambda op: True)
-    simulator = Simulator(step)
-    starts_s = simulator.base_starts_s()
-    program = LinearProgram()
-    columns = [program.variable(_cost(entry, link, starts_s), whole=True) for entry in inputs]
-    windows = [_window(entry, link, starts_s) for entry in inputs]
-    for tick, n_bytes in _points(simulator.bytes_at(), windows):
-        if n_bytes > limit_bytes:
-            away = [
-                (c, -float(e.n_bytes)) for c, e, (left, back) in zip(columns, inputs, windows, strict=True)
-                if left < tick < back
-            ]  # fmt: skip
-            program.at_most(away, float(limit_bytes - n_bytes))
-    found = program.solve(float("inf"), gap=0.01, n_nodes=N_NODES)
-    if found is None:
-        return None
-    return {e.value: Offload(link.to) for c, e in zip(columns, inputs, strict=True) if found.values[c] > 0.5}
+class _Programs:
+    """What all programs of a step share: what each tensor costs to move, and when it is away."""
+
+    def __init__(self, step: Prepared, link: Link) -> None:
+        simulator = Simulator(step)
+        starts_s = simulator.base_starts_s()
+        self._to = link.to
+        self._inputs = layer_inputs(step, lambda op: True)
+        self._costs = [_cost(entry, link, starts_s) for entry in self._inputs]
+        windows = [_window(entry, link, starts_s) for entry in self._inputs]
+        self._windows = np.array(windows, dtype=np.int64).reshape(-1, 2)
+        self._points = list(_points(simulator.bytes_at(), windows))
+
+    def solved(self, limit_bytes: int) -> dict[int, Action] | None:
+        """What to move so that every tick takes at most so much; None where nothing does."""
+        program = LinearProgram()
+        columns = [program.variable(cost, whole=True) for cost in self._costs]
+        left, back = self._windows.T
+        for tick, n_bytes in self._points:
+            if n_bytes > limit_bytes:
+                away = np.flatnonzero((left < tick) & (tick < back)).tolist()
+                terms = [(columns[i], -float(self._inputs[i].n_bytes)) for i in away]
+                program.at_most(terms, float(limit_bytes - n_bytes))
+        found = program.solve(float("inf"), gap=0.01, n_nodes=N_NODES)
+        if found is None:
+            return None
+        return {e.value: Offload(self._to) for c, e in zip(columns, self._inputs, strict=True) if found.values[c] > 0.5}
 
 
 def _cost(entry: LayerInput, link: Link, starts_s: np.ndarray) -> float:

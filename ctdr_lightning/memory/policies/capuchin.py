@@ -32,7 +32,7 @@ from ctdr_lightning.memory.search.best_candidate import choose
 from ctdr_lightning.memory.search.layered import LayerInput, largest_link, layer_inputs
 from ctdr_lightning.memory.simulator.away import link_to
 from ctdr_lightning.memory.simulator.prepared import Prepared
-from ctdr_lightning.memory.simulator.schedule import scheduled
+from ctdr_lightning.memory.simulator.schedule import scheduled, settled
 from ctdr_lightning.memory.simulator.simulator import Simulator
 from ctdr_lightning.memory.simulator.timeline import Timeline
 from ctdr_lightning.memory.traces.bells import bells_of
@@ -53,6 +53,7 @@ class Recomputable:
         n_bytes: What recomputing it saves.
         sources: The tensors that its recomputation starts from.
         replay_s: Time from them to it.
+        idle: Its last use in the forward and its first in the backward; between them recomputing it saves its bytes.
         extra_s: Time that others lose because it is gone.
     """
 
@@ -60,6 +61,7 @@ class Recomputable:
     n_bytes: int
     sources: set[int]
     replay_s: float
+    idle: tuple[int, int]
     extra_s: float = 0.0
 
     @property
@@ -87,12 +89,12 @@ def _plans(step: Prepared, budget: Budget) -> Iterator[Actions]:
 
 def _recomputed(step: Prepared, budget: Budget) -> Actions:
     """The one plan that fits, or where there is no limit the one with the least peak that is passed."""
-    trace, simulator, chosen = step.trace, Simulator(step), dict[int, Recomputable]()
-    candidates = candidates_of(trace)
+    simulator, chosen = Simulator(step), dict[int, Recomputable]()
+    candidates = candidates_of(step.trace)
     least, best = simulator.peak_bytes, dict(simulator.actions)
     while budget.peak_bytes is None or simulator.peak_bytes > budget.peak_bytes:
         peak = int(simulator.bytes_at().argmax())
-        there = [c for v, c in candidates.items() if _idle_at(trace, v, peak)]
+        there = [c for c in candidates.values() if c.idle[0] < peak < c.idle[1]]
         if not there:
             break
         pick = max(there, key=lambda c: (c.msps, -c.value))
@@ -110,25 +112,28 @@ def _hybrid(step: Prepared, budget: Budget) -> Actions:
     link = link_to(trace, largest_link(trace))
     starts_s = simulator.base_starts_s()
     swaps = {e.value: e for e in layer_inputs(step, lambda op: True)}
+    free_s = {value: _free_s(entry, link, starts_s) for value, entry in swaps.items()}
     actions: dict[int, Action] = {}
     while simulator.peak_bytes > (budget.peak_bytes or 0):
         peak = int(simulator.bytes_at().argmax())
         idle = [e for e in swaps.values() if e.read < peak < e.needed]
-        swap = max(idle, key=lambda e: (_free_s(e, link, starts_s), -e.value), default=None)
-        there = [c for v, c in candidates.items() if v not in actions and _idle_at(trace, v, peak)]
+        swap = max(idle, key=lambda e: (free_s[e.value], -e.value), default=None)
+        there = [c for c in candidates.values() if c.idle[0] < peak < c.idle[1]]
         again = max(there, key=lambda c: (c.msps, -c.value), default=None)
-        exposed_s = -_free_s(swap, link, starts_s) if swap is not None else float("inf")
+        exposed_s = -free_s[swap.value] if swap is not None else float("inf")
         if swap is not None and (again is None or exposed_s <= max(again.replay_s + again.extra_s, 0.0)):
-            del swaps[swap.value]
             candidates.pop(swap.value, None)
-            actions[swap.value] = Offload(link.to, (), swap.read, -1, _trigger(trace, swap, link, starts_s))
+            back = _trigger(trace, swap, link, starts_s)
+            picked: dict[int, Action] = {swap.value: Offload(link.to, (), swap.read, -1, back)}
         elif again is not None:
-            swaps.pop(again.value, None)
             take(again, candidates, chosen)
-            actions[again.value] = RECOMPUTE
+            picked = {again.value: RECOMPUTE}
         else:
             break
-        simulator = Simulator(step, scheduled(step, actions))
+        swaps = {value: entry for value, entry in swaps.items() if value not in picked}
+        actions |= picked
+        simulator.change(picked)
+        simulator.change(settled(simulator, actions))
     return actions
 
 
@@ -141,9 +146,10 @@ def _free_s(entry: LayerInput, link: Link, starts_s: np.ndarray) -> float:
 def _trigger(trace: Trace, entry: LayerInput, link: Link, starts_s: np.ndarray, early_s: float = 0.0) -> int:
     """The latest tick that the tape hears before the swap-in must start."""
     start_s = float(starts_s[entry.needed]) - link.seconds(entry.n_bytes)[1] - early_s
-    heard = sorted(tick for tick in bells_of(trace) if tick <= entry.needed)
-    place = bisect_right(heard, start_s, key=lambda tick: float(starts_s[tick])) - 1
-    return heard[max(place, 0)] if heard else entry.needed
+    bells = sorted(bells_of(trace))
+    heard = bisect_right(bells, entry.needed)
+    place = bisect_right(bells, start_s, hi=heard, key=lambda tick: float(starts_s[tick])) - 1
+    return bells[max(place, 0)] if heard else entry.needed
 
 
 def _triggered_earlier(step: Prepared, actions: Actions) -> Iterator[Actions]:
@@ -172,7 +178,7 @@ def candidates_of(trace: Trace) -> dict[int, Recomputable]:
     for value in trace.saved:
         if value in trace.droppable:
             sources, seconds = _back_to_saved(trace, value)
-            found[value] = Recomputable(value, trace.value_bytes(value), sources, seconds)
+            found[value] = Recomputable(value, trace.value_bytes(value), sources, seconds, _idle(trace, value))
     return found
 
 
@@ -191,11 +197,11 @@ def take(pick: Recomputable, candidates: dict[int, Recomputable], chosen: dict[i
         candidates[value].extra_s = candidates[value].replay_s * sum(value in c.sources for c in chosen.values())
 
 
-def _idle_at(trace: Trace, value: int, tick: int) -> bool:
-    """Whether a tick lies between the value's last use in the forward and its first in the backward."""
+def _idle(trace: Trace, value: int) -> tuple[int, int]:
+    """The value's last use in the forward and its first in the backward; nothing lies between where there is none."""
     record = trace.values[value]
-    uses = [t for save in record.saves for t in save.unpacked]
-    return bool(uses) and trace.storages[record.storage].end < tick < min(uses)
+    end = trace.storages[record.storage].end
+    return end, min((tick for save in record.saves for tick in save.unpacked), default=end)
 
 
 def _back_to_saved(trace: Trace, value: int) -> tuple[set[int], float]:

@@ -14,6 +14,7 @@ Complexity O(n log n + n t) for t ticks.
 from __future__ import annotations
 
 from bisect import bisect_left
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -65,15 +66,14 @@ def _swapped(step: Prepared, to: str, limit_bytes: int) -> Actions:
 def _evict(live: np.ndarray, inputs: list[LayerInput], limit_bytes: int) -> list[LayerInput]:
     """Choose what goes, tick by tick; ``live`` loses its bytes from the tick after its last read until it is needed."""
     gone: list[LayerInput] = []
-    there: list[LayerInput] = []
+    there: list[tuple[int, int, int, LayerInput]] = []  # a heap: the farthest next use first, the largest of equals
     waiting = sorted(inputs, key=lambda e: -e.read)
-    for tick in range(len(live)):
+    for tick in np.flatnonzero(live > limit_bytes).tolist():
         while waiting and waiting[-1].read < tick:
-            there.append(waiting.pop())
-        there = [e for e in there if e.needed > tick]
-        while live[tick] > limit_bytes and there:
-            farthest = max(there, key=lambda e: (e.needed, e.n_bytes))
-            there.remove(farthest)
+            entry = waiting.pop()
+            heappush(there, (-entry.needed, -entry.n_bytes, -len(waiting), entry))
+        while live[tick] > limit_bytes and there and there[0][-1].needed > tick:
+            farthest = heappop(there)[-1]
             gone.append(farthest)
             live[farthest.read + 1 : farthest.needed] -= farthest.n_bytes
     return gone

@@ -36,18 +36,31 @@ def scheduled(step: Trace | Prepared, actions: Actions) -> dict[int, Action]:
     Returns:
         Actions in which no offloaded value has an open tick.
     """
-    trace = prepared(step).trace
-    moved = {v: a for v, a in away_values(trace, actions).items() if isinstance(a, Offload)}
-    settled = dict(actions)
+    moved = _moved(prepared(step).trace, actions)
     if not any(min(a.out_at, a.gone_by, a.back_at) < 0 for a in moved.values()):
-        return settled
-    simulator = Simulator(step, actions)
+        return dict(actions)
+    return dict(actions) | settled(Simulator(step, actions), actions)
+
+
+def settled(simulator: Simulator, actions: Actions) -> dict[int, Action]:
+    """What is offloaded, with every tick settled.
+
+    Args:
+        simulator: A simulator of the actions, whatever their ticks are there.
+        actions: By value id; an ``Offload`` may leave its ticks open.
+    """
+    trace, found = simulator.trace, dict[int, Action]()
+    moved = _moved(trace, actions)
     starts_s = simulator.base_starts_s()
     for to in {action.to for action in moved.values()}:
         mine = {v: a for v, a in moved.items() if a.to == to}
         sent = _send(trace, mine, starts_s)
-        settled.update(_ask_back(trace, sent, simulator, starts_s))
-    return settled
+        found.update(_ask_back(trace, sent, simulator, starts_s))
+    return found
+
+
+def _moved(trace: Trace, actions: Actions) -> dict[int, Offload]:
+    return {v: a for v, a in away_values(trace, actions).items() if isinstance(a, Offload)}
 
 
 def judge(step: Trace | Prepared, actions: Actions) -> Timeline:

@@ -1,17 +1,22 @@
 """What every policy that moves or compresses promises, on a machine that has links and codecs."""
 
+import random
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
-from ctdr_lightning.memory import POLICIES, Budget, Plan, Simulator, Tape, plan, simulate
+from ctdr_lightning.memory import POLICIES, RECOMPUTE, Budget, Plan, Simulator, Tape, plan, simulate
 from ctdr_lightning.memory.codecs import CODECS
 from ctdr_lightning.memory.holders import HolderOptions
 from ctdr_lightning.memory.holders.base import Holders
 from ctdr_lightning.memory.plans.actions import Compress, Offload
+from ctdr_lightning.memory.policies.swapadvisor import _evict
+from ctdr_lightning.memory.search.layered import LayerInput
 from ctdr_lightning.memory.search.together import free_codecs
+from ctdr_lightning.memory.simulator.schedule import judge, scheduled, settled
 from ctdr_lightning.memory.traces.facts import facts_of
 from ctdr_lightning.memory.traces.machine import CodecCost, Link
 from ctdr_lightning.memory.traces.op_kinds import base_name, is_weighted
@@ -191,6 +196,41 @@ def test_swapadvisor_sends_what_is_needed_last():
     stayed = [tick for v, tick in needs.items() if v not in away]
     assert max(needs, key=needs.__getitem__) in away
     assert min(stayed) < min(needs[v] for v in away)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_swapadvisor_evicts_what_is_needed_last_of_what_is_there(seed):
+    """Against the rule said plainly: of the tensors read before the tick and needed after it, the farthest goes."""
+    choose, n_ticks = random.Random(seed), 30
+    reads = sorted(choose.sample(range(n_ticks - 2), 10))
+    inputs = [
+        LayerInput(v, read, choose.randrange(read + 1, n_ticks), choose.randint(1, 5)) for v, read in enumerate(reads)
+    ]
+    live, limit_bytes = np.array([choose.randint(5, 20) for _ in range(n_ticks)]), 12
+    left, wanted = live.copy(), []
+    for tick in range(n_ticks):
+        while left[tick] > limit_bytes:
+            there = [e for e in inputs if e.read < tick < e.needed and e not in wanted]
+            if not there:
+                break
+            wanted.append(max(there, key=lambda e: (e.needed, e.n_bytes)))
+            left[wanted[-1].read + 1 : wanted[-1].needed] -= wanted[-1].n_bytes
+    assert _evict(live, inputs, limit_bytes) == wanted
+    assert live.tolist() == left.tolist()
+
+
+def test_ticks_settled_as_one_tensor_after_the_other_goes_are_those_settled_at_once():
+    """Capuchin keeps one simulator for all its choices."""
+    trace = benched("GPT-2")[2]
+    simulator, actions = Simulator(trace), {}
+    movable = [v for v in plan(trace, None, "vdnn_all").away if v in trace.droppable]
+    for place, value in enumerate(movable):
+        picked = {value: RECOMPUTE if place % 3 == 2 else Offload("host")}
+        actions |= picked
+        simulator.change(picked)
+        simulator.change(settled(simulator, actions))
+        assert simulator.bytes_at().tolist() == judge(trace, actions).bytes_at.tolist()
+    assert simulator.timeline().actions == scheduled(trace, actions)
 
 
 def test_ssdtrain_writes_no_more_than_the_forward_hides():
