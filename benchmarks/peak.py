@@ -9,9 +9,9 @@ from itertools import accumulate
 
 from torch import nn
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
 from ctdr_lightning.basics.torch_private import profiler_events
+from ctdr_lightning.memory.recorder.profiler import memory_profiler
 
 _KEEPING = {-1: 2**31 - 1, -2: 2**28, -3: 2**25}  # M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD
 
@@ -31,7 +31,7 @@ def keep_freed_memory() -> None:
 def cpu_peak_bytes(run: Callable[[], object]) -> int:
     """Most bytes live on the CPU while ``run`` runs, above what was live at its start."""
     gc.collect()  # garbage from before that is freed meanwhile would count as less than nothing
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with memory_profiler() as profiler:
         run()
     events = [e for e in profiler_events(profiler) if e.name() == "[memory]"]
     on_cpu = [e for e in sorted(events, key=lambda e: e.start_ns()) if e.device_type() == DeviceType.CPU]
