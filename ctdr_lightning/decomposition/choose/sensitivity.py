@@ -113,9 +113,12 @@ def channel_rows(geometry: Geometry, x: Tensor) -> Tensor:
 
 def whitening(covariance: Tensor) -> Tensor:
     """Cholesky factor L (groups, in, in) of a regularised covariance: ``||W L||`` measures the outputs' change."""
-    top = torch.linalg.eigvalsh(covariance)[:, -1].clamp_min(1e-30)
+    values = torch.linalg.eigvalsh(covariance)
+    top = values[:, -1].clamp_min(1e-30)
+    # Where the mean is far above the spread, what rounding leaves of their difference has eigenvalues below zero.
+    ridge = _REGULARIZATION + 2 * (-values[:, 0] / top).clamp_min(0.0)
     eye = torch.eye(covariance.shape[-1]).to(covariance)
-    return torch.linalg.cholesky(covariance / top[:, None, None] + _REGULARIZATION * eye)
+    return torch.linalg.cholesky(covariance / top[:, None, None] + ridge[:, None, None] * eye)
 
 
 @contextmanager

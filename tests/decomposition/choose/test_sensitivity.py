@@ -84,3 +84,10 @@ def test_whole_model_from_batches(form):
     kept = ("1.weight", "1.bias", "1.num_batches_tracked")  # running statistics follow the layer before them
     assert all(torch.equal(before[key], model.state_dict()[key]) for key in kept)
     assert (model.eval()(x) - y).norm() < y.norm()
+
+
+def test_inputs_far_from_zero_with_hardly_any_spread_still_give_a_whitening():
+    x = 3e3 + 1e-3 * correlated(64, 48)  # what is left of the moments less the mean is rounding
+    found = seen(nn.Linear(48, 8), x)
+    assert bool(torch.isfinite(found).all())
+    assert bool((found.diagonal(dim1=1, dim2=2) > 0).all())
