@@ -174,7 +174,7 @@ def crepe(_seed: int = 0) -> Net:
     model = Crepe()
     weights = torch.load(Path(spec.origin).parent / "assets" / "full.pth", weights_only=True, map_location="cpu")
     model.load_state_dict(weights)
-    fitting = [harmonic_frames(16, seed) for seed in range(8)]
+    fitting = [harmonic_frames(16, seed) for seed in range(32)]
     held_out = [harmonic_frames(64, seed) for seed in range(100, 108)]
     batches = [(frames, frames) for frames, _ in fitting]
     return CrepeNet("Z", model.eval(), batches, held_out, lambda frames: frames, 0.0)

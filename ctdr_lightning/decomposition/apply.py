@@ -47,7 +47,7 @@ def decompose(
     example_input: Any = None,
     input_shapes: Mapping[str, Sequence[int]] | None = None,
     data: Iterable[Any] | None = None,
-    n_batches: int = 8,
+    n_batches: int = 32,
     step: Step | None = None,
     optimizer: str = "adam",
     recompute: bool = False,
@@ -82,7 +82,8 @@ def decompose(
             input. They tell how much the loss minds each layer's error, the last factors are refitted to the dense
             outputs on them, BatchNorm statistics follow, of several allocations the one whose outputs are nearest to
             the dense model's is taken, and all its factors are refined towards these.
-        n_batches: How many batches of ``data`` are used; fewer where they are large.
+        n_batches: How many batches of ``data`` are used; fewer where they are large. Eight are looked at for every
+            allocation, the others serve the refinement.
         step: Runs a model on a batch, ``step(model, batch)``, and gives a scalar loss or the model's outputs. None
             calls the model on the batch's input; without a loss, gradients are those of labels drawn from the outputs.
         optimizer: Whose state counts as memory: ``"adam"``, ``"adamw"``, ``"sgd"``, ``"momentum"`` or ``"rmsprop"``.

@@ -32,6 +32,7 @@ class RankChooser:
         costs: How memory and time are weighed.
         multiple: What ranks are rounded to.
         progress: Whether to show progress bars.
+        flops: Operations that a refinement may take; None for its usual allowance.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class RankChooser:
         costs: CostModel | None = None,
         multiple: int = 1,
         progress: bool = True,
+        flops: float | None = None,
     ) -> None:
         self.model = model
         layers = find_layers(model, select)
@@ -52,7 +54,16 @@ class RankChooser:
         costs = costs or CostModel(gates=False)
         request = Request.read(names, 0.5, method, "parameters", multiple, costs, progress)
         self._search = RankSearch(self.layers, request, evidence)
-        self._bench = Bench(model, self.layers, evidence, progress=progress)
+        self._bench = Bench(model, self.layers, evidence, progress=progress, flops=flops)
+
+    @property
+    def starts(self) -> tuple[Start, ...]:
+        """The ways to judge errors that there is evidence for."""
+        return self._search.starts
+
+    def proposal(self, share: float, resource: str, start: Start) -> Choices:
+        """Choices by one way of judging errors; arguments and error as for `proposals`."""
+        return self._search.choices(share, resource, start)
 
     def proposals(self, share: float, resource: str = "parameters") -> list[tuple[Start, Choices]]:
         """Choices by each way of judging errors: milliseconds, nothing is factorized.
@@ -64,7 +75,7 @@ class RankChooser:
         Raises:
             ConfigError: When even the cheapest options cost more.
         """
-        return [(start, self._search.choices(share, resource, start)) for start in self._search.starts]
+        return [(start, self.proposal(share, resource, start)) for start in self.starts]
 
     def try_out(self, choices: Choices, start: Start | None = None) -> Trial:
         """Factorize, refit and measure some choices; the model stays dense."""
@@ -73,6 +84,10 @@ class RankChooser:
     def best(self, share: float, resource: str = "parameters") -> Trial:
         """The proposal of least measured divergence, tried out; arguments as for `proposals`."""
         return self._bench.best(self._search, share, resource)
+
+    def trials(self, share: float, resource: str, starts: Sequence[Start]) -> list[Trial]:
+        """The proposals by some ways of judging errors, tried out, by rising divergence."""
+        return self._bench.trials(self._search, share, resource, starts)
 
     def refined(self, trial: Trial) -> Trial:
         """A trial with all its factors moved towards the dense outputs; the trial's own layers are changed."""
@@ -85,7 +100,7 @@ class RankChooser:
 
 @contextmanager
 def rank_chooser(
-    model: nn.Module, data: Iterable[Any] | None = None, step: Step | None = None, n_batches: int = 8, **options: Any
+    model: nn.Module, data: Iterable[Any] | None = None, step: Step | None = None, n_batches: int = 32, **options: Any
 ) -> Iterator[RankChooser]:
     """A chooser over a model, its attention opened meanwhile so that the projections can be chosen.
 

@@ -42,8 +42,9 @@ _ROUNDS, _ROUND_STEPS = 10, 20
 # Share of a factor's root mean square that its entries move by in a step. .003 to .004 made no round worse on R;
 # .01 doubled the divergence at first, .03 did not come back, though on G .03 was best: so it grows while it pays.
 _RATE, _FASTER, _SLOWER = 0.004, 1.5, 0.3
-_LEAST_GAIN, _MOST_POOR = 0.01, 2  # two rounds in a row that win less end it
-_FINE = 1e-4  # nats: nothing is left to win
+# Two rounds in a row that win less, as a share or in nats, end it.
+_LEAST_GAIN, _LEAST_NATS, _MOST_POOR = 0.01, 1e-4, 2
+_FINE = 3e-4  # nats: nothing is left to win
 # Operations that may be spent: under a minute of one core, of an accelerator.
 _PROCESSOR_FLOPS, _ACCELERATOR_FLOPS = 1e12, 5e14
 _ANSWER_BYTES = 256 << 20
@@ -51,18 +52,18 @@ _BETAS, _EPSILON = (0.9, 0.999), 1e-12
 
 
 class Answers:
-    """The dense network's outputs on the fitting batches, as far as there is room for them.
+    """The dense network's outputs on the batches to refine on, as far as there is room for them.
 
     Args:
         model: Dense, left untouched.
-        batches: The fitting ones are run, never the judging ones.
+        batches: The fitting ones and those beyond are run, never the judging ones.
     """
 
     def __init__(self, model: nn.Module, batches: Batches) -> None:
         self.batches = batches
         self.pairs: list[tuple[object, list[Output]]] = []
         n_bytes = 0
-        for batch in batches.fitting:
+        for batch in (*batches.fitting, *batches.more):
             given = outputs_of(model, batches, batch)
             n_bytes += sum(4 * tensor.numel() for _, tensor, _, _ in given)
             if self.pairs and n_bytes > _ANSWER_BYTES:
@@ -77,7 +78,7 @@ def refine(
     judge: Judge,
     settle: Callable[[], Statistics],
     before: tuple[float, Statistics],
-    step_flops: float,
+    n_rounds: int,
     progress: bool = True,
 ) -> tuple[float, Statistics]:
     """Move all factors of layers that stand in a model towards the dense network's outputs, in place.
@@ -90,17 +91,13 @@ def refine(
         settle: Gives BatchNorm layers the running statistics of the factors as they are, and returns these: else a
             network that is near in evaluation is far once it trains.
         before: The divergence that the judge finds now, and these statistics now.
-        step_flops: Operations of one step, forward and backward.
+        n_rounds: As many as `rounds_worth` says.
         progress: Whether to show a progress bar.
 
     Returns:
         The same afterwards; where nothing was won, ``before``, and every factor is as it was.
     """
     factors = factors_of(layers)
-    n_rounds = min(_ROUNDS, int(_flops(factors) / (_ROUND_STEPS * max(step_flops, 1.0))))
-    held_out = answers.batches.fitting is not answers.batches.judging
-    if not factors or not held_out or not n_rounds or not _FINE < before[0] < math.inf:
-        return before
     found = Best(*before, factors)
     rounds = track(range(n_rounds), "refine", total=n_rounds, enabled=progress)
     try:
@@ -111,6 +108,28 @@ def refine(
     finally:
         found.put_back()
     return found.divergence, found.statistics
+
+
+def rounds_worth(
+    layers: Mapping[str, FactorizedLayer],
+    batches: Batches,
+    divergence: float,
+    step_flops: float,
+    flops: float | None = None,
+) -> int:
+    """How many rounds of steps are worth while; 0 where nothing can be won, or nothing judged.
+
+    Args:
+        layers: The factorized layers.
+        batches: What is stepped on, and judged by.
+        divergence: What the judge finds now.
+        step_flops: Operations of one step, forward and backward.
+        flops: Operations that may be spent; None for what a minute of a core, or of an accelerator, does.
+    """
+    factors = factors_of(layers)
+    if not factors or batches.fitting is batches.judging or not _FINE < divergence < math.inf:
+        return 0
+    return min(_ROUNDS, int((flops or _flops(factors)) / (_ROUND_STEPS * max(step_flops, 1.0))))
 
 
 def factors_of(layers: Mapping[str, FactorizedLayer]) -> list[nn.Parameter]:
@@ -135,7 +154,7 @@ def _descend(
             descent.step(gradients, rate * (1 + math.cos(math.pi * step / (n_rounds * _ROUND_STEPS))) / 2)
         last = found.divergence
         better = found.offer(*measure())
-        n_poor = 0 if found.divergence < (1 - _LEAST_GAIN) * last else n_poor + 1
+        n_poor = 0 if last - found.divergence > max(_LEAST_GAIN * last, _LEAST_NATS) else n_poor + 1
         if n_poor == _MOST_POOR or found.divergence < _FINE:
             return
         rate *= _FASTER if better else _SLOWER

@@ -100,6 +100,8 @@ def refit(model: nn.Module, factorized: Mapping[str, FactorizedLayer], record: D
         Running mean and variance that its BatchNorm layers should have, by name.
     """
     corrected: Statistics = {}
+    if not factorized and not record.statistics:
+        return corrected
 
     def correct(name: str, norm: Norm, x: Tensor) -> None:
         if norm.running_mean is None or norm.running_var is None or name in corrected or name not in record.statistics:

@@ -121,3 +121,13 @@ def test_half_precision_is_moved_by_less_than_its_own_spacing():
         before = trial.divergence
         after = chooser.refined(trial)
     assert after.divergence < before
+
+
+def test_steps_are_taken_on_the_batches_beyond_the_first_eight_too(monkeypatch):
+    seen = []
+    monkeypatch.setattr(refining, "_descend", lambda _model, _found, answers, *_: seen.extend(answers.pairs))
+    model, batches = network("layers")
+    more = [torch.randn(64, 24) for _ in range(4)]
+    decompose(model, 0.3, data=[*batches, *more], n_batches=11, progress=False)
+    assert [any(batch is other for batch, _ in seen) for other in more] == [True, True, True, False]
+    assert len(seen) == 6 + 3

@@ -98,9 +98,7 @@ def layer_candidates(layer: Layer, methods: Sequence[Method], multiple: int) -> 
     return found
 
 
-def layer_options(
-    layer: Layer, candidates: Sequence[Candidate], resource: str, costs: CostModel, weight: float = 1.0
-) -> LayerOptions:
+def layer_options(layer: Layer, candidates: Sequence[Candidate], resource: str, costs: CostModel) -> LayerOptions:
     """Price what a layer may become: itself at its full price, and each factorization that saves memory.
 
     Args:
@@ -108,15 +106,13 @@ def layer_options(
         candidates: Its factorizations.
         resource: Key of ``RESOURCES``.
         costs: Where it gates, factorizations that need more memory than the dense layer are no options.
-        weight: How much the model's loss minds this layer's error, against the other layers.
     """
     saving = [c for c in candidates if not costs.gates or not layer.calls or weigh(layer, c, costs).net_bytes <= 0]
     found: list[Candidate | None] = [None, *saving]
     measure = RESOURCES[resource]
     cost = torch.tensor([measure(layer, candidate, costs) for candidate in found], dtype=torch.float64)
     lost = torch.tensor([candidate.error**2 if candidate else 0.0 for candidate in found], dtype=torch.float64)
-    loss = -torch.log1p(-lost.clamp_max(1 - 1e-9)) * weight
-    return LayerOptions(found, cost, loss)
+    return LayerOptions(found, cost, -torch.log1p(-lost.clamp_max(1 - 1e-9)))
 
 
 def spend(options: Mapping[str, LayerOptions], budget: float) -> dict[str, Candidate | None]:

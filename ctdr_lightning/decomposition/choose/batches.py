@@ -19,7 +19,9 @@ Step = Callable[[nn.Module, Any], Any]
 # Forward passes over the merged batch are the price of a refit. 8 million input elements are 54 images of 224 x 224,
 # 32,000 digits of 16 x 16: enough rows for every layer, seconds for a ResNet-50 on a CPU.
 _MOST_ELEMENTS = 8_000_000
-_JUDGING = 4  # every fourth batch judges and is never fitted to
+# So many batches are looked at for every candidate; those beyond serve the refinement of the one that is taken. Every
+# fourth of the former judges and is never fitted to.
+_LOOKED_AT, _JUDGING = 8, 4
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,13 @@ class Batches:
         fitting: What covariances, gradients and refits are taken from.
         judging: What candidates are compared on; the fitting ones where there is only one batch.
         step: Runs a model on a batch: ``step(model, batch)`` gives a scalar loss, or the model's outputs.
+        more: What the factors of the candidate that is taken are refined on, beside the fitting ones.
     """
 
     fitting: Sequence[Any]
     judging: Sequence[Any]
     step: Step
+    more: Sequence[Any] = ()
 
     @classmethod
     def draw(cls, data: Iterable[Any], n_batches: int, step: Step | None) -> Batches:
@@ -56,9 +60,11 @@ class Batches:
                 break
         if not drawn:
             raise ConfigError("data has no batch.", "Give a data loader, or a list of batches.")
-        judging = drawn[_JUDGING - 1 :: _JUDGING] or drawn[-1:]
-        fitting = [batch for batch in drawn if not any(batch is other for other in judging)]
-        return cls(fitting or judging, judging, step or call)
+        looked_at, more = drawn[:_LOOKED_AT], drawn[_LOOKED_AT:]
+        judging = looked_at[_JUDGING - 1 :: _JUDGING] or looked_at[-1:]
+        fitting = [batch for batch in looked_at if not any(batch is other for other in judging)]
+        more = [batch for batch in more if not any(batch is other for other in judging)]
+        return cls(fitting or judging, judging, step or call, more)
 
 
 def call(model: nn.Module, batch: Any) -> Any:

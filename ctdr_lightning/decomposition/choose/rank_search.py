@@ -62,6 +62,7 @@ class RankSearch:
         self._open: list[Layer] = []
         self._done = [layer for layer in layers if isinstance(layer.module, FactorizedLayer)]
         self._tables: dict[bool, dict[str, list[Candidate]]] = {}
+        self._prices: dict[tuple[str, bool], dict[str, LayerOptions]] = {}
         for layer in layers:
             try:
                 rank_for(layer, request)
@@ -143,12 +144,19 @@ class RankSearch:
         return found
 
     def _options(self, resource: str, start: Start) -> dict[str, LayerOptions]:
-        tables, costs = self._candidates(start.covariance), self._request.costs
         weights = self._evidence.fisher if start.fisher and self._evidence is not None else {}
-        return {
-            layer.name: layer_options(layer, tables[layer.name], resource, costs, weights.get(layer.name, 1.0))
-            for layer in self._open
-        }
+        priced = self._priced(resource, start.covariance)
+        return {name: replace(own, loss=own.loss * weights.get(name, 1.0)) for name, own in priced.items()}
+
+    def _priced(self, resource: str, covariance: bool) -> dict[str, LayerOptions]:
+        """The options of all layers at their costs, their losses not weighed: the same for every share."""
+        key, tables = (resource, covariance), self._candidates(covariance)
+        if key not in self._prices:
+            costs = self._request.costs
+            self._prices[key] = {
+                layer.name: layer_options(layer, tables[layer.name], resource, costs) for layer in self._open
+            }
+        return self._prices[key]
 
     def _candidates(self, covariance: bool) -> dict[str, list[Candidate]]:
         if covariance not in self._tables:

@@ -19,7 +19,7 @@ from ctdr_lightning.trainer.accuracy.loader_classes import loader_classes_kept
 from ctdr_lightning.trainer.randomness import isolated
 from ctdr_lightning.trainer.structure import match_structure
 
-_N_BATCHES = 8
+_N_BATCHES = 32
 
 
 class TrainingData:

@@ -116,3 +116,17 @@ def test_an_interrupt_at_any_line_leaves_no_switch_behind():
             run()
         stance = torch.compiler.set_stance("default").prev
         assert (stance.stance, torch.is_grad_enabled(), model.training) == ("default", True, True), at
+
+
+def test_eight_batches_are_looked_at_and_the_others_serve_the_refinement():
+    drawn = [torch.full((2, 2), float(number)) for number in range(12)]
+    found = Batches.draw(drawn, 11, None)
+    assert [int(batch[0, 0]) for batch in found.judging] == [3, 7]
+    assert [int(batch[0, 0]) for batch in found.fitting] == [0, 1, 2, 4, 5, 6]
+    assert [int(batch[0, 0]) for batch in found.more] == [8, 9, 10]
+
+
+def test_a_batch_that_judges_is_never_refined_on_though_it_comes_twice():
+    batches = [torch.randn(2, 2) for _ in range(4)]
+    found = Batches.draw(batches * 3, 12, None)
+    assert not any(batch is other for batch in (*found.fitting, *found.more) for other in found.judging)
