@@ -34,7 +34,8 @@ from ctdr_lightning.memory.plans.actions import Recompute
 # Without a budget the ranks may cost so much: on five networks a KL below it cost at most 0.3 points of accuracy, or
 # 0.011 nats of a language model's loss, before any training.
 USUAL_LOSS = 0.005
-_N_BATCHES = 8
+_N_BATCHES = 32
+_REFINING_FLOPS = 3e11  # ten seconds or so of a core; an accelerator has its usual allowance
 
 
 def fit_to_budget(
@@ -61,7 +62,8 @@ def fit_to_budget(
     Args:
         model: Trained and dense, in training mode, on its device.
         step: From the model and a batch to a scalar loss; it must run the model it is given.
-        batches: Training batches; up to eight are used, all of the first one's shapes at best.
+        batches: Training batches, all of the first one's shapes at best; up to eight are looked at for every candidate,
+            and up to 32 serve the refinement of the answer.
         memory_budget: Bytes that a step's true peak may reach, weights, gradients and optimizer state included:
             ``"8GiB"``, a number, or a fraction of the device's memory. None asks for the least peak within
             ``max_loss``.
@@ -96,13 +98,15 @@ def fit_to_budget(
     if not drawn:
         raise ConfigError("batches has no batch.", "Give a data loader, or a list of training batches.")
     bar = track(count(), "choose ranks", total=1 + len(RESOURCES) * len(SHARES), enabled=progress)
-    chosen_from = rank_chooser(model, drawn, step, select=select, method=method, progress=progress)
+    asked = {"select": select, "method": method, "progress": progress, "flops": _refining_flops(model)}
+    chosen_from = rank_chooser(model, drawn, step, _N_BATCHES, **asked)
     with one_bar(progress), chosen_from as chooser:
         with unmoved(model), closing(bar):
             beside = beside_bytes if callable(beside_bytes) else lambda _candidate: beside_bytes
             pricer = Pricer(model, step, drawn[0], states_per_weight(optimizer), beside)
             forward = partial(_on_batch, step, drawn[0])
-            search = JointSearch(model, forward, pricer, Proposer(chooser), limits, lambda: next(bar))
+            proposer = Proposer(chooser, hurried=pricer.is_long)
+            search = JointSearch(model, forward, pricer, proposer, limits, lambda: next(bar))
             found = search.run() if given is None else search.given(given.choices)
             if found.trial is not None:
                 for new in found.trial.layers.values():
@@ -113,6 +117,10 @@ def fit_to_budget(
             chooser.adopt(found.trial)
         layers = tuple(_layer_cost(layer, found) for layer in chooser.layers)
     return _fit(found, layers, search, pricer, limits, perf_counter() - begin_s)
+
+
+def _refining_flops(model: nn.Module) -> float | None:
+    return None if any(p.device.type != "cpu" for p in model.parameters()) else _REFINING_FLOPS
 
 
 def _on_batch(step: Callable[[Any, Any], Tensor], batch: Any, model: nn.Module) -> Tensor:

@@ -33,13 +33,14 @@ from ctdr_lightning.memory.traces.trace import OpRecord, Trace
 from ctdr_lightning.memory.traces.typical_seconds import steady
 
 _log = logging.getLogger(__name__)
-_N_RECORDINGS = 3
+# A step of two seconds and more is timed and recorded once: ResNet-50's at batch 32 takes 8 s on a core.
+_N_RECORDINGS, _LONG_S = 3, 2.0
 _SAFE_SHARE = 0.8  # of the free memory: fragments take the rest
 # With 0.3 s of thought a 30 MiB plan of the demo's network took 0.26 s a step, with 1 s and with 5 s 0.21 s.
 PLANNING_S = 1.0
-# What the tape adds to a step was 50 to 90 us for each op that it sees, on two transformers with 30 plans; two plans of
-# the dense step give it within a third. In steps of half a second and more it is under 3 % and is not measured.
-_TRIED_SHARES, _SHORT_S, _MOST_TAPE_S = (0.7, 0.3), 0.5, 1e-4
+# What the tape adds to a step was 50 to 90 us for each op that it sees, on two transformers with 30 plans; any plan of
+# the dense step gives it within a third. In longer steps it is under 5 %, and not measured but taken as usual.
+_TRIED_SHARE, _SHORT_S, _USUAL_TAPE_S, _MOST_TAPE_S, _TRIED_PLANNING_S = 0.4, 0.15, 7e-5, 1e-4, 0.1
 
 
 @dataclass(frozen=True)
@@ -85,19 +86,24 @@ class Pricer:
         self._n_states, self._beside_bytes = n_states, beside_bytes
         self.dense_runs = True
         self.dense_s = self._timed()
-        recorded = steady([self.recorded(model) for _ in range(_N_RECORDINGS)])
+        recorded = steady([self.recorded(model) for _ in range(1 if self.is_long else _N_RECORDINGS)])
         self.dense_s = self.dense_s if self.dense_runs else recorded.seconds
         self._python_s_per_replay, self._shares = recorded.python_s_per_replay, _shares(recorded)
         self._calls = CallSeconds()
         self._on_fakes = self._learn(recorded)
         self.dense = self._faked(model) if self._on_fakes else recorded
-        self._tape_s_per_op = self._tape_cost() if self.dense_runs and self.dense_s < _SHORT_S else 0.0
+        self._tape_s_per_op = self._tape_cost() if self.dense_runs and self.dense_s < _SHORT_S else _USUAL_TAPE_S
+
+    @property
+    def is_long(self) -> bool:
+        """Whether a dense step takes so long that few may be run."""
+        return self.dense_s >= _LONG_S
 
     def _timed(self) -> float:
         whole = RealStep(self._model, partial(self._step, self._model, self._batch))
         try:
-            whole.run()
-            return min(whole.seconds() for _ in range(_N_RECORDINGS))
+            first_s = whole.seconds()  # it warms up
+            return min(whole.seconds() for _ in range(1 if first_s >= _LONG_S else _N_RECORDINGS))
         except torch.OutOfMemoryError:
             self.dense_runs = False
             return 0.0
@@ -121,20 +127,22 @@ class Pricer:
         """How long a step takes under a plan: the plan's own prediction, and what the tape's seeing of ops costs."""
         return made.seconds + self._tape_s_per_op * _n_seen(made)
 
+    def tape_s(self, trace: Trace) -> float:
+        """What the tape's seeing of ops costs at most, under any plan of a step."""
+        return self._tape_s_per_op * len(trace.forward_ops)
+
     def _tape_cost(self) -> float:
-        """Seconds that the tape takes for each op it sees, from the dense step under two plans."""
+        """Seconds that the tape takes for each op it sees, from the dense step under a plan."""
         least, most = floor_bytes(self.dense), Simulator(self.dense).peak_bytes
         forward = partial(self._step, self._model, self._batch)
-        beyond_s, n_seen = 0.0, 0
-        for share in _TRIED_SHARES:
-            try:
-                made = plan(self.dense, Budget(round(least + share * (most - least)), time_limit_s=PLANNING_S))
-            except InfeasibleBudgetError:
-                continue
-            turns = in_turns(RealStep(self._model, forward), RealStep(self._model, forward, made))
-            beyond_s += turns.second_s - turns.first_s - made.recompute_seconds
-            n_seen += _n_seen(made)
-        return min(max(beyond_s, 0.0) / max(n_seen, 1), _MOST_TAPE_S)
+        budget = Budget(round(least + _TRIED_SHARE * (most - least)), time_limit_s=_TRIED_PLANNING_S)
+        try:
+            made = plan(self.dense, budget)
+        except InfeasibleBudgetError:
+            return _USUAL_TAPE_S
+        turns = in_turns(RealStep(self._model, forward), RealStep(self._model, forward, made))
+        beyond_s = turns.second_s - turns.first_s - made.recompute_seconds
+        return min(max(beyond_s, 0.0) / max(_n_seen(made), 1), _MOST_TAPE_S)
 
     def _learn(self, recorded: Trace) -> bool:
         try:

@@ -15,10 +15,12 @@ from ctdr_lightning.decomposition.layers.tied import follow_owners
 from ctdr_lightning.decomposition.trial import Trial
 from ctdr_lightning.joint.twins import twin_of
 
-# Halves and thirds; the search also looks between the last that misses and the first that fits. Below 1/16 every
-# network that was tried lost over five points of accuracy.
+# Halves and thirds; the search also looks between two of them. Below 1/16 every network that was tried lost over five
+# points of accuracy.
 SHARES = (0.75, 0.5, 0.33, 0.25, 0.17, 0.125, 0.0625)
 RESOURCES = ("parameters", "seconds")
+# The first candidate is tried in every way of judging errors, the others in the two that were best for the one before.
+_KEPT_STARTS = 2
 
 
 @dataclass(frozen=True)
@@ -46,22 +48,43 @@ class Proposer:
 
     Args:
         chooser: Knows the layers and what the batches tell of them.
+        hurried: Whether every candidate is tried in one way alone, for models whose steps take seconds.
     """
 
-    def __init__(self, chooser: RankChooser) -> None:
+    def __init__(self, chooser: RankChooser, hurried: bool = False) -> None:
         self._chooser = chooser
+        self._starts = chooser.starts[::-1][: 1 if hurried else None]
+        self._tried: dict[tuple[float, str], Trial] = {}
 
     def propose(self, share: float, resource: str) -> Proposal | None:
-        """What a share of a resource buys, judged by all the evidence there is; None where nothing is that cheap."""
+        """What a share of a resource buys; None where nothing is that cheap.
+
+        It is the best trial's choices where the share was tried, else those of the way to judge errors that was best so
+        far; before anything was tried, of all the evidence there is.
+        """
+        tried = self._tried.get((share, resource))
+        if tried is not None:
+            return Proposal(share, resource, tried.choices, tried.start)
+        start = self._starts[0]
         try:
-            start, choices = self._chooser.proposals(share, resource)[-1]
+            choices = self._chooser.proposal(share, resource, start)
         except ConfigError:
             return None
         return Proposal(share, resource, choices, start) if choices.factorized else None
 
     def best(self, proposal: Proposal) -> Trial:
-        """The trial of least loss over all ways to judge errors, at a proposal's share."""
-        return self._chooser.best(proposal.share, proposal.resource)
+        """The trial of least loss over the best ways to judge errors, at a proposal's share."""
+        key = proposal.share, proposal.resource
+        if key not in self._tried:
+            self._tried[key] = self._best(proposal)
+        return self._tried[key]
+
+    def _best(self, proposal: Proposal) -> Trial:
+        starts = self._starts[:_KEPT_STARTS] if self._tried else self._starts
+        trials = self._chooser.trials(proposal.share, proposal.resource, starts)
+        first = [trial.start for trial in trials]
+        self._starts = (*first, *(start for start in self._starts if start not in first))
+        return trials[0]
 
     def exact(self, proposal: Proposal) -> Trial:
         """The trial of a proposal's own choices."""

@@ -3,17 +3,21 @@
 No paper; no published system chooses ranks and recomputation together. Each candidate is priced without being run.
 Along a ladder of shares the loss rises, so each ladder is walked down to its first candidate that fits; of the ladders'
 candidates the one of least measured KL is timed against the dense step in turns, and where it is too slow its ladder
-is walked on. Without a budget all candidates within the loss are planned, and the one of least peak is timed first.
+is walked on. Without a budget each ladder's smallest share whose loss may be allowed is found by halving; from there
+on candidates are planned as long as their peaks fall, and the one of least peak is timed first.
 A loss that is allowed holds for refined factors; only a candidate that would be the answer is refined for it.
-Complexity: one fake recording and one plan a candidate, a factorization and a KL for those that fit.
+Complexity: one fake recording and one plan a candidate, a factorization and a KL for those that fit; without a budget
+about four factorizations and three plans a ladder.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,6 +45,9 @@ _UNKNOWN_LOSS = -1.0
 # What the loss falls by at most when all factors are refined: .0099 to .0031 nats on C at x16, .0005 to .0002 on V at
 # x6, .52 to .14 on a character GPT at x4.
 _REFINED_GAIN = 4.0
+# Without a budget: so many shares in a row may have a larger peak than the least before a ladder is left; and how much
+# more than the last candidate's refinement the next one's may win.
+_PATIENCE, _GAIN_SPREAD = 2, 1.2
 
 
 @dataclass(frozen=True)
@@ -119,6 +126,7 @@ class JointSearch:
         self._limit_s = pricer.dense.seconds * limits.slowdown
         self._least: PricedChoice | None = None
         self._seen: list[object] = []
+        self._gain = _REFINED_GAIN
         self.considered: dict[tuple[float, str], Considered] = {}
 
     def run(self) -> PricedChoice:
@@ -169,7 +177,10 @@ class JointSearch:
         floor = floor_bytes(found.trace)
         if budget is not None and floor > budget:
             return found.told(peak_bytes=floor, outcome=f"no plan goes below {format_bytes(floor)}")
-        seconds = None if budget is not None else max(self._limit_s, found.trace.seconds)
+        if budget is None and found.trace.seconds > self._limit_s * _PREDICTION_ERROR:  # no plan makes it faster
+            return found.told(outcome=self._too_slow(found.trace.seconds))
+        room_s = self._limit_s - self._pricer.tape_s(found.trace)
+        seconds = None if budget is not None else max(room_s, found.trace.seconds)
         try:
             with doing("plan"):
                 made = plan(found.trace, Budget(budget, seconds, PLANNING_S))
@@ -179,8 +190,11 @@ class JointSearch:
         found = replace(found, plan=made).told(peak_bytes=made.peak_bytes, seconds=self._pricer.seconds(made))
         # without the tape's own time, which is known too badly to refuse by: the clock decides
         if made.seconds > self._limit_s * _PREDICTION_ERROR:
-            return found.told(outcome=f"too slow: {made.seconds / self._pricer.dense.seconds:.2f} dense steps expected")
+            return found.told(outcome=self._too_slow(made.seconds))
         return found
+
+    def _too_slow(self, seconds: float) -> str:
+        return f"too slow: {seconds / self._pricer.dense.seconds:.2f} dense steps expected"
 
     def _ladder(self, resource: str) -> Iterator[PricedChoice]:
         """Candidates that keep to the limits as far as is known, by falling share."""
@@ -190,7 +204,7 @@ class JointSearch:
             if found is None:
                 return
             if found.may_be:
-                between = self._at(round(math.sqrt(above * share), 3), resource)
+                between = self._at(_between(above, share), resource)
                 for candidate in (between, found):
                     judged = self.judged(candidate) if candidate is not None and candidate.may_be else None
                     if judged is not None and judged.may_be:
@@ -225,12 +239,18 @@ class JointSearch:
             else:
                 trial = self._proposer.exact(found.proposal)
         found = replace(found, trial=trial).told(loss=trial.divergence)
-        if self._limits.loss is not None and trial.divergence > _REFINED_GAIN * self._limits.loss:
+        if self._loses_too_much(trial):
             found = found.told(outcome=f"its loss is over {self._limits.loss:g}")
         return self.keep(found)
 
+    def _loses_too_much(self, trial: Trial) -> bool:
+        """Whether no refinement can be expected to bring a trial's loss to what is allowed."""
+        return self._limits.loss is not None and trial.divergence > self._gain * self._limits.loss
+
     def _tested(self, found: PricedChoice) -> PricedChoice:
         """Time a candidate, and hold it against the loss allowed."""
+        if found.trial is not None and self._loses_too_much(found.trial):
+            return found.told(outcome=f"its loss is over {self._limits.loss:g}")
         timed = self.timed(found)
         return self._within_loss(timed) if timed.may_be else timed
 
@@ -239,7 +259,8 @@ class JointSearch:
         most, trial = self._limits.loss, found.trial
         if most is None or trial is None or trial.divergence <= most:
             return found
-        trial = self._proposer.refined(trial)
+        before, trial = trial.divergence, self._proposer.refined(trial)
+        self._gain = min(self._gain, _GAIN_SPREAD * before / max(trial.divergence, 1e-12))
         found = replace(found, trial=trial).told(loss=trial.divergence)
         return found if trial.divergence <= most else found.told(outcome=f"its loss is over {most:g}, refined too")
 
@@ -256,9 +277,27 @@ class JointSearch:
             heads += [(head, ladder) for head in (next(ladder, None),) if head is not None]
 
     def _by_bytes(self, dense: PricedChoice) -> Iterator[PricedChoice]:
-        found = [dense] if dense.may_be else []
-        found += [candidate for resource in RESOURCES for candidate in self._ladder(resource)]
-        yield from sorted(found, key=lambda candidate: candidate.row.peak_bytes)
+        """By rising peak, the dense model last; larger shares only where none of the smaller ones is the answer."""
+        ladders = [self._allowed(resource) for resource in RESOURCES]
+        while found := [candidate for ladder in ladders for candidate in _while_falling(ladder)]:
+            for candidate in sorted(found, key=lambda candidate: candidate.row.peak_bytes):
+                judged = self.judged(candidate)
+                if judged.may_be and not (dense.may_be and judged.row.peak_bytes >= dense.row.peak_bytes):
+                    yield judged
+        if dense.may_be:
+            yield dense
+
+    def _allowed(self, resource: str) -> Iterator[PricedChoice]:
+        """Candidates by rising share, from the smallest on whose loss may be allowed."""
+        rungs = sorted({*SHARES, *(_between(a, b) for a, b in pairwise((1.0, *SHARES)))})
+        for share in rungs[bisect_left(rungs, True, key=partial(self._may_be_allowed, resource)) :]:
+            found = self._at(share, resource)
+            if found is not None and found.may_be:
+                yield found
+
+    def _may_be_allowed(self, resource: str, share: float) -> bool:
+        proposal = self._proposer.propose(share, resource)
+        return proposal is not None and not self._loses_too_much(self._proposer.best(proposal))
 
     @doing("time")
     def timed(self, found: PricedChoice) -> PricedChoice:
@@ -267,13 +306,15 @@ class JointSearch:
         model = self._model if found.trial is None else self._proposer.standing(found.trial)
         forward = partial(self._forward, model)
         step = RealStep(model, forward, found.plan)
-        if step.run():  # another step than the one on fake tensors: plan the real one
+        peak_bytes, diverged = step.watched()
+        if diverged:  # another step than the one on fake tensors: plan the real one
             real = self._pricer.recorded(model).with_static(found.state_bytes)
             found = self._planned(replace(found, trace=real))
             if not found.may_be:
                 return found
             step = RealStep(model, forward, found.plan)
-        found = replace(found, measured_peak_bytes=step.peak_bytes() + found.trace.resident_bytes)
+            peak_bytes, _ = step.watched()
+        found = replace(found, measured_peak_bytes=peak_bytes + found.trace.resident_bytes)
         if not self._pricer.dense_runs:
             return found
         turns = in_turns(RealStep(self._model, partial(self._forward, self._model)), step)
@@ -309,3 +350,18 @@ class JointSearch:
             hint,
             least_peak_bytes=row.peak_bytes,
         )
+
+
+def _between(above: float, below: float) -> float:
+    return round(math.sqrt(above * below), 3)
+
+
+def _while_falling(ladder: Iterator[PricedChoice]) -> Iterator[PricedChoice]:
+    """The next candidates of a ladder, until some in a row have larger peaks than the least of them."""
+    least, n_larger = math.inf, 0
+    for found in ladder:
+        yield found
+        n_larger = n_larger + 1 if found.row.peak_bytes >= least else 0
+        least = min(least, found.row.peak_bytes)
+        if n_larger == _PATIENCE:
+            return

@@ -15,8 +15,9 @@ from ctdr_lightning.memory.tape.clock import now_s
 from ctdr_lightning.memory.tape.tape import Tape
 from ctdr_lightning.memory.values.live_bytes import PeakMeter
 
-# Three pairs tell a step that is a tenth too slow on one thread; more are run while they take under two seconds.
-_LEAST_PAIRS, _MOST_PAIRS, _LONG_S = 3, 9, 2.0
+# Three pairs tell a step that is a tenth too slow on one thread; more are run while they take under two seconds. A pair
+# of four seconds and more is not repeated: what disturbs a step for a moment is little of it.
+_LEAST_PAIRS, _MOST_PAIRS, _LONG_S, _ONCE_S = 3, 9, 2.0, 4.0
 
 
 @dataclass(frozen=True)
@@ -51,18 +52,18 @@ class RealStep:
         _synchronize()
         return now_s() - start_s
 
-    def peak_bytes(self) -> int:
-        """The largest memory of one run above what was there before it, new gradients included."""
+    def watched(self) -> tuple[int, str]:
+        """Run once; returns the largest memory above what was there before, new gradients included, and as `run`."""
         for parameter in self.model.parameters():
             parameter.grad = None
         if torch.cuda.is_available() and next(self.model.parameters()).is_cuda:
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
-            self.run()
-            return torch.cuda.max_memory_allocated() - before
+            diverged = self.run()
+            return torch.cuda.max_memory_allocated() - before, diverged
         with PeakMeter() as meter:
-            self.run()
-        return meter.live.peak
+            diverged = self.run()
+        return meter.live.peak, diverged
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,10 @@ class Turns:
 
 
 def in_turns(first: RealStep, second: RealStep) -> Turns:
-    """Time two steps in turns, after a run of each to warm up."""
-    first.run()
-    second.run()
+    """Time two steps in turns, after a run of each to warm up, which counts where the steps are long."""
+    warm = first.seconds(), second.seconds()
+    if sum(warm) >= _ONCE_S:
+        return Turns(*warm, warm[1] / warm[0])
     pairs = [(first.seconds(), second.seconds()) for _ in range(_LEAST_PAIRS)]
     while len(pairs) < _MOST_PAIRS and sum(map(sum, pairs)) < _LONG_S:
         pairs.append((first.seconds(), second.seconds()))

@@ -6,6 +6,7 @@ import torch
 from ctdr_lightning import decompose, record
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.decomposition import Choices
+from ctdr_lightning.joint import pricing
 from ctdr_lightning.joint.for_budget import states_per_weight
 from ctdr_lightning.joint.pricing import Pricer
 from ctdr_lightning.joint.twins import twin_of
@@ -67,3 +68,18 @@ def test_what_an_optimizer_keeps_is_found_out(kind, states):
 def test_an_unknown_optimizer_is_refused():
     with pytest.raises(ConfigError, match="Valid names: sgd"):
         states_per_weight("lion")
+
+
+def test_a_long_step_is_timed_and_recorded_once(monkeypatch):
+    runs, batch = [], parts.batches(1)[0]
+
+    def step(net, batch):
+        runs.append(net)
+        return parts.step(net, batch)
+
+    monkeypatch.setattr(pricing, "_LONG_S", 0.0)
+    monkeypatch.setattr(pricing, "_SHORT_S", 0.0)
+    net = parts.network()
+    pricer = Pricer(net, step, batch, 2.0, nothing)
+    assert pricer.is_long
+    assert sum(found is net for found in runs) == 3  # to warm up, by the clock, recorded
