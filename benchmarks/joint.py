@@ -39,7 +39,7 @@ from ctdr_lightning.memory.values.tensors import storage_bytes
 
 MIB = 2**20
 BUDGETS = {"D": (45 * MIB, 30 * MIB), "G": (0.87, 0.70, 0.52), "R": (0.70, 0.50), "V": (0.70, 0.50), "C": (0.70, 0.50)}
-_SMALL_BATCH, _N_BATCHES = 4, 8
+_SMALL_BATCH, _N_BATCHES = 4, 32
 _SHOWN = ("dense", "recomputation alone", "decomposition alone, 1/4", "fit_to_budget")
 
 
@@ -217,11 +217,13 @@ def _median(of: Sequence[Figure]) -> Figure:
 def table(text: str) -> str:
     """The figures of a ``joint.json`` as a Markdown table."""
     figures = [Figure(**row) for row in json.loads(text)]
-    lines = [["network, budget", *_SHOWN, "predicted", "choosing"], ["---"] * (3 + len(_SHOWN))]
+    more = ["predicted", "choosing"] if any(figure.choosing_s is not None for figure in figures) else []
+    head = ["network, budget", *_SHOWN, *more]
+    lines = [head, ["---"] * len(head)]
     for (net, budget), of in groupby(figures, lambda figure: (figure.net, figure.budget_bytes)):
         by_way = {figure.way: figure for figure in of}
         cells = [_cell(by_way[way]) for way in _SHOWN]
-        lines.append([f"{net}, {budget / MIB:.1f} MiB", *cells, *_prediction(by_way[_SHOWN[-1]])])
+        lines.append([f"{net}, {budget / MIB:.1f} MiB", *cells, *_prediction(by_way[_SHOWN[-1]])[: len(more)]])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
