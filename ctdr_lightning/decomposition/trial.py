@@ -34,8 +34,6 @@ from ctdr_lightning.decomposition.methods import METHODS
 from ctdr_lightning.decomposition.refine import Answers, Best, factors_of, refine, rounds_worth
 from ctdr_lightning.decomposition.refit import DenseRecord, Statistics, refit, set_statistics
 
-_CLEARLY = 0.8  # of the divergence without it
-
 
 @dataclass(frozen=True)
 class Trial:
@@ -81,7 +79,7 @@ class Bench:
     ) -> None:
         self._model, self._layers = model, {layer.name: layer for layer in layers}
         self._solver, self._progress = solver, progress
-        self._flops, self._refit_wins = flops, False
+        self._flops = flops
         self._batches = evidence.batches if evidence is not None else None
         self._judge = Judge(model, evidence.batches) if evidence is not None else None
         self._record = DenseRecord(model, layers, evidence.batches) if evidence is not None else None
@@ -135,15 +133,10 @@ class Bench:
         """Refit layers that stand in the model, or leave their factors where the outputs are nearer without it."""
         # Least squares minds every logit alike and sees few rows: CREPE's 360 sigmoids at x16, 96 frames, had
         # 7.8 nats with it and 2.5 without. On five small networks 19 of 20 trials had less with it, up to a third.
-        # Where it has won clearly, the outputs without it are not looked at any more.
-        if self._refit_wins:
-            statistics, divergence = self._measured(layers)
-            return Best(divergence, statistics, factors_of(layers))
         statistics, divergence = self._measured({})
         found = Best(divergence, statistics, factors_of(layers))
         found.offer(*self._measured(layers))
         found.put_back()
-        self._refit_wins = found.divergence < _CLEARLY * divergence
         return found
 
     def _measured(self, fitted: Mapping[str, FactorizedLayer]) -> tuple[Statistics, float]:

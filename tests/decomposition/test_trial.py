@@ -53,24 +53,6 @@ def test_a_refit_that_takes_the_outputs_further_away_is_not_kept(monkeypatch):
     assert spoiled.statistics
 
 
-def test_once_the_refit_has_won_clearly_the_outputs_without_it_are_not_looked_at(monkeypatch):
-    fitted = []
-
-    def counting(model, layers, record):
-        fitted.append(bool(layers))
-        return refit(model, layers, record)
-
-    monkeypatch.setattr(trials, "refit", counting)
-    monkeypatch.setattr(trials, "_CLEARLY", 1.0)
-    torch.manual_seed(0)
-    model = decay_(nn.Sequential(nn.Linear(16, 48, bias=False), nn.ReLU(), nn.Linear(48, 6)), 0.3)
-    with rank_chooser(model, [torch.randn(128, 16) for _ in range(4)], progress=False) as chooser:
-        start, choices = chooser.proposals(0.4)[0]
-        first, second = (chooser.try_out(choices, start) for _ in range(2))
-    assert fitted == [False, True, True]
-    assert second.divergence == first.divergence
-
-
 def test_a_refit_that_brings_the_outputs_nearer_is_kept(monkeypatch):
     kept, outputs, dense = tried(monkeypatch, lambda layers: None)
     spoiled, _, _ = tried(monkeypatch, spoil)
