@@ -56,7 +56,7 @@ class Courier:
         """
         action = self._actions[identity]
         value.stays_while_awaited = value.hold = False
-        value.node = None
+        value.node, value.leaves = None, True
         if not isinstance(action, Offload):
             value.away = AwayTensor(tensor, action.codecs, None)
             return

@@ -61,11 +61,12 @@ class Value:
         hold: Whether a replay leaves the value held although autograd does not await it.
         handles: How many live handles await the value.
         away: The contents where they wait elsewhere, or here in fewer bytes; a value with them has no node.
+        leaves: Whether it is to be put away, at once or later: views of it are made of it again, rather than held.
     """
 
     __slots__ = (
-        "__weakref__", "away", "eviction", "handles", "hold", "layout", "leaf_data", "node", "program_tensor",
-        "saved_alias", "stays_while_awaited", "storage_ref", "tensor", "version",
+        "__weakref__", "away", "eviction", "handles", "hold", "layout", "leaf_data", "leaves", "node",
+        "program_tensor", "saved_alias", "stays_while_awaited", "storage_ref", "tensor", "version",
     )  # fmt: skip
 
     def __init__(self, node: Node | None = None) -> None:
@@ -82,6 +83,7 @@ class Value:
         self.handles = 0
         self.eviction: Any = None
         self.away: Elsewhere | None = None
+        self.leaves = False
 
     @classmethod
     def holding(cls, tensor: Tensor) -> Value:

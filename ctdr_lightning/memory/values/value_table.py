@@ -90,7 +90,7 @@ class ValueTable:
     def _find_view(self, tensor: Tensor, base: Tensor) -> Value | None:
         """The value of a view of a tensor that can be made again, by its geometry."""
         whole = self.find(base)
-        if whole is None or (whole.node is None and whole.away is None) or not _is_part(tensor, base):
+        if whole is None or (whole.node is None and not whole.leaves) or not _is_part(tensor, base):
             return None
         node = Node(view_again, self._last + 0.5, self.unit, view=True)  # after what it views, before what reads it
         start = tensor.storage_offset() - base.storage_offset()

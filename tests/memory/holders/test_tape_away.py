@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ctdr_lightning.basics.errors import OffloadError
-from ctdr_lightning.memory import Plan, Tape
+from ctdr_lightning.memory import Plan, Tape, plan, record, simulate
 from ctdr_lightning.memory.codecs import CODECS
 from ctdr_lightning.memory.holders import HolderOptions
 from ctdr_lightning.memory.holders.base import Holders
@@ -17,6 +17,7 @@ from ctdr_lightning.memory.plans.actions import Compress, Offload
 from ctdr_lightning.memory.tape.online import Evictor
 from ctdr_lightning.memory.traces.facts import facts_of
 from ctdr_lightning.memory.traces.machine import CodecCost, Link
+from ctdr_lightning.memory.values.live_bytes import PeakMeter
 from tests.memory.harness import Bench, planned, random_actions
 from tests.memory.holders.doubles import late_holders
 from tests.memory.policies.nets import CONFORMANCE, bench_of
@@ -242,3 +243,21 @@ def test_a_lossy_plan_says_so_and_its_gradients_are_near(tmp_path):
     assert found.differs_from(want)
     assert torch.equal(found.tensors["loss"], want.tensors["loss"])
     assert torch.equal(found.tensors["rng"], want.tensors["rng"])
+
+
+def test_a_view_of_what_leaves_later_does_not_hold_it(tmp_path):
+    """A linear layer saves a view of its input, which `vdnn_all` sends only when the layer has read it."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())])
+    x = torch.randn(32, 64, 64)
+    trace = record(lambda: net(x).sum()).with_machine([Link("disk", 1e9, 1e9)])
+    made = plan(trace, int(0.8 * simulate(trace).peak_bytes), "vdnn_all")
+    net.zero_grad(set_to_none=True)
+    holders = Holders(HolderOptions(folder=tmp_path))
+    with PeakMeter() as meter:
+        with Tape(made, holders=holders):
+            loss = net(x).sum()
+        loss.backward()
+    holders.close()
+    assert made.away
+    assert meter.live.peak + trace.resident_bytes <= 1.02 * made.peak_bytes
