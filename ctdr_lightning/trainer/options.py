@@ -20,6 +20,7 @@ from ctdr_lightning.memory.holders.places import Places
 from ctdr_lightning.recovery.schedule import Recovery, read_yaml
 
 OVER_BUDGET = ("auto", "raise", "least")
+IN_8_BITS = "8bit"
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class CallbackOptions:
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget, total_bytes=1 << 62)
         self.places()
-        if self.optimizer_state is not None:
+        if self.optimizer_state not in (None, IN_8_BITS):
             _known(HOLDERS, "optimizer_state", self.optimizer_state)
         self._check_optimizer_step()
         for name in ("retry_on_oom", "allow_untested", "verbose"):

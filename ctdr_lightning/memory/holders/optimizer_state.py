@@ -16,7 +16,7 @@ Memory: the state of two chunks. Time: the state's bytes over the link twice a s
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.torch_private import mark_stepped, replaces_scheduled_step
 from ctdr_lightning.memory.holders.base import Holder, Parcel
+from ctdr_lightning.memory.holders.eight_bits import EightBits, SmallParcel, eight_bit_bytes
 
 # Parameters of a chunk. Adam's state of 16 MiB of parameters is 32 MiB, and two chunks are there at once. On a disk
 # 4 MiB took 12 % longer where tried, as transfers are short, and 64 MiB 20 %, as less of them is hidden.
@@ -138,6 +139,26 @@ class StateAway:
     def device_bytes(self) -> int:
         """Bytes of the device's memory that moving takes all along."""
         return self._holder.device_bytes
+
+    def waiting_bytes(self, state: Iterable[Tensor]) -> int:
+        """What the device keeps of a state between steps, what moving takes all along included.
+
+        Args:
+            state: Tensors of its sizes; their contents do not matter.
+        """
+        small = (eight_bit_bytes(tensor) for tensor in state if _can_move(tensor))
+        return self.device_bytes + (sum(small) if self.stays_here else 0)
+
+    @property
+    def stays_here(self) -> bool:
+        """Whether the state waits on the device, in fewer bytes."""
+        return isinstance(self._holder, EightBits)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What the device holds of the state between steps."""
+        parcels = [moved.parcel for moved in self._moved.values()]
+        return [tensor for parcel in parcels if isinstance(parcel, SmallParcel) for tensor in parcel.tensors]
 
     def chunks(self) -> Iterator[tuple[int, list[Tensor]]]:
         """What is updated together, as of :func:`chunks_of`."""

@@ -29,7 +29,7 @@ from ctdr_lightning.trainer.training_step.device import allocated_peak_bytes, te
 from ctdr_lightning.trainer.training_step.gradient_readers import gradient_reader
 from ctdr_lightning.trainer.training_step.optimizer_bytes import OptimizerBytes, predict
 from ctdr_lightning.trainer.training_step.remedies import Remedies, optimizer_does_not_fit
-from ctdr_lightning.trainer.training_step.resident import local_bytes, optimizer_tensors
+from ctdr_lightning.trainer.training_step.resident import local_bytes, state_bytes
 
 # Each retry has a fifth less than the last: in the slow tests under a hard cap one retry is enough.
 TIGHTER = 0.8
@@ -101,7 +101,7 @@ class MemoryStage:
     def _look_ahead(self, trainer: Any, module: LightningModule) -> None:
         """What the optimizers will take, before they take it."""
         assert self.session is not None
-        self._state_bytes = local_bytes(optimizer_tensors(trainer.optimizers))
+        self._state_bytes = state_bytes(trainer.optimizers)
         found = predict(trainer.optimizers) or OptimizerBytes(0, 0)
         self._optimizer = replace(found, state=max(found.state, self._state_bytes))
         reader = gradient_reader(module, trainer.callbacks) if self._options.keep_gradients is None else ""
@@ -294,7 +294,7 @@ class MemoryStage:
         """
         if self.session is None or self._module is None:
             return
-        before, self._state_bytes = self._state_bytes, local_bytes(optimizer_tensors(trainer.optimizers))
+        before, self._state_bytes = self._state_bytes, state_bytes(trainer.optimizers)
         found = replace(self._optimizer, state=max(self._optimizer.state, self._state_bytes))
         if measured is not None:
             self._rest_measured = True

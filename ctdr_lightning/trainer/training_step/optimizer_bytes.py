@@ -103,7 +103,8 @@ def _take(optimizer: torch.optim.Optimizer, settings: dict[str, bool]) -> tuple[
     """Bytes of the state and of a step."""
     away = state_away_of(optimizer)
     if away is not None:
-        return _measure_away(optimizer, settings, away.device_bytes)
+        waiting = away.waiting_bytes(_state_of(optimizer) if away.stays_here else ())
+        return _measure_away(optimizer, settings, waiting)
     state, temporary = _measure(optimizer, settings)
     return state, _measure_alone(optimizer, settings) if steps_in_backward(optimizer) else temporary
 
@@ -142,6 +143,15 @@ def _measure(
         state = _state_bytes(twin)
         peaks.append(meter.live.peak - (state if not peaks else 0))
     return state, max(0, *peaks)
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """What the optimizer's state will be, on ``meta``."""
+    twin = _twin(optimizer, {"foreach": False, "fused": False})
+    for param in (p for group in twin.param_groups for p in group["params"]):
+        param.grad = torch.empty_like(param)
+    twin.step()
+    return [v for state in twin.state.values() for v in state.values() if isinstance(v, Tensor)]
 
 
 def _twin(optimizer: torch.optim.Optimizer, settings: dict[str, bool], only: set[Tensor] | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""The optimizers' state elsewhere, for as long as a Trainer trains."""
+"""The optimizers' state elsewhere or in 8 bits, for as long as a Trainer trains."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import torch
 
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.memory.holders import HolderOptions, Holders
+from ctdr_lightning.memory.holders.eight_bits import EightBits
 from ctdr_lightning.memory.holders.optimizer_state import StateAway, state_away_of
+from ctdr_lightning.trainer.options import IN_8_BITS
 
 
 class OptimizerStates:
     """Puts the state of a Trainer's optimizers elsewhere and brings it back.
 
     Args:
-        to: Name of the holder; None leaves the optimizers alone.
+        to: Name of the holder, or ``"8bit"``; None leaves the optimizers alone.
         folder: Where the disk's file is; None takes the system's folder for temporary files.
     """
 
@@ -31,7 +33,7 @@ class OptimizerStates:
 
         Raises:
             ConfigError: When the host is asked for and the steps run in host memory, or an optimizer is not known to
-                update its parameters one by one.
+                update its parameters one by one; when 8 bits are asked for and bitsandbytes cannot be imported.
         """
         if self._to is None:
             return
@@ -44,7 +46,8 @@ class OptimizerStates:
         self._holders = self._holders or Holders(HolderOptions(self._folder, None, device))
         for optimizer in trainer.optimizers:
             if state_away_of(optimizer) is None:
-                self._away.append(StateAway(optimizer, self._holders[self._to]))
+                holder = EightBits() if self._to == IN_8_BITS else self._holders[self._to]
+                self._away.append(StateAway(optimizer, holder))
 
     @property
     def moved_bytes(self) -> int:

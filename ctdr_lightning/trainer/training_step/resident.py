@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ctdr_lightning.memory.holders.optimizer_state import state_away_of
 from ctdr_lightning.memory.values.tensors import storage_bytes
 from ctdr_lightning.trainer.training_step.device import tensors_of
 
@@ -23,6 +24,17 @@ def optimizer_tensors(optimizers: list[torch.optim.Optimizer]) -> Iterator[Tenso
     for optimizer in optimizers:
         for state in optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def waiting_tensors(optimizers: list[torch.optim.Optimizer]) -> Iterator[Tensor]:
+    """What stands for state that waits on the device in fewer bytes; each step makes it anew."""
+    for away in filter(None, map(state_away_of, optimizers)):
+        yield from away.tensors
+
+
+def state_bytes(optimizers: list[torch.optim.Optimizer]) -> int:
+    """Bytes of the optimizers' state on the device, what waits there in fewer bytes included."""
+    return local_bytes((*optimizer_tensors(optimizers), *waiting_tensors(optimizers)))
 
 
 def resident_tensors(module: torch.nn.Module, optimizers: list[torch.optim.Optimizer], batch: Any) -> Iterator[Tensor]:

@@ -15,7 +15,7 @@ from ctdr_lightning.memory.values.live_bytes import tell_trackers
 from ctdr_lightning.trainer.modules import has_compiled_step
 from ctdr_lightning.trainer.training_step.batch_meter import BatchMeter
 from ctdr_lightning.trainer.training_step.patches import LogCalls, Patches, hide_bookkeeping
-from ctdr_lightning.trainer.training_step.resident import resident_tensors
+from ctdr_lightning.trainer.training_step.resident import resident_tensors, waiting_tensors
 from ctdr_lightning.trainer.training_step.retry import Retry
 from ctdr_lightning.trainer.training_step.step_in_backward import StepInBackward
 
@@ -149,8 +149,13 @@ class StepRunner:
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
         self._abort()
         if self.metering:  # below all others, as it leaves last
-            passing = [*gradients, *(self._retry.copies if self._retry is not None else ())]
-            self._meter = BatchMeter(resident_tensors(module, module.trainer.optimizers, inputs), passing)
+            optimizers = module.trainer.optimizers
+            passing = [
+                *gradients,
+                *(self._retry.copies if self._retry is not None else ()),
+                *waiting_tensors(optimizers),
+            ]
+            self._meter = BatchMeter(resident_tensors(module, optimizers, inputs), passing)
         if self.counting:
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()
