@@ -87,11 +87,11 @@ class Case:
         self.net, self.inputs, self._step = made
         self.net.train()
         self.want = self.run()
-        self.net.zero_grad(set_to_none=True)  # as before every step: it makes its gradients anew
+        self.net.zero_grad(set_to_none=True)  # or they would stand in the recorded step, and be added to
         self.trace = record(lambda: self._step(self.net, self.inputs))
 
-    def run(self, made: Plan | None = None, holders: Holders | None = None) -> list[Tensor]:
-        """One step, plain or under a plan; returns its gradients."""
+    def step(self, made: Plan | None = None, holders: Holders | None = None) -> None:
+        """One step, plain or under a plan."""
         torch.manual_seed(1)
         self.net.zero_grad(set_to_none=True)
         if made is None:
@@ -100,6 +100,10 @@ class Case:
             with Tape(made, holders=holders):
                 loss = self._step(self.net, self.inputs)
             loss.backward()
+
+    def run(self, made: Plan | None = None, holders: Holders | None = None) -> list[Tensor]:
+        """The same; returns copies of its gradients, which take memory and time of their own."""
+        self.step(made, holders)
         return [p.grad.clone() for p in self.net.parameters() if p.grad is not None]
 
 
@@ -119,7 +123,7 @@ def rows(case: Case, plans: dict[str, Plan], holders: Holders) -> Iterator[str]:
     """A line for each plan: peaks and times as shares of the plain step's, bytes moved, whether gradients agree."""
 
     def runner(made: Plan | None) -> Callable[[], object]:
-        return lambda: case.run(made, holders)
+        return lambda: case.step(made, holders)
 
     resident = case.trace.resident_bytes
     measured = times([runner(None), *map(runner, plans.values())])

@@ -101,8 +101,8 @@ def _name_of(node: ast.ClassDef) -> Iterator[str]:
 def _markdown(head: str) -> str:
     """A file's head as paragraphs: hanging lines joined, its labels in bold, double backticks as single ones."""
     text = re.sub(r"\n {2,}", " ", head).replace("``", "`")
-    text = re.sub(r"(?m)^(Paper|Reproduced|Modelled|Left out|Changed|Complexity|No paper)\b", r"\n**\1**", text)
-    return re.sub(r"\. (Reproduced|Modelled|Left out|Changed|Complexity):", r".\n\n**\1**:", text)
+    text = re.sub(r"(?m)^(Paper|Reproduced|Modelled|Left out|Claimed|Changed|Complexity|No paper)\b", r"\n**\1**", text)
+    return re.sub(r"\. (Reproduced|Modelled|Left out|Claimed|Changed|Complexity):", r".\n\n**\1**:", text)
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -9,6 +9,7 @@ Reproduced: an integer program over tensors: kept, or moved away and back; at ev
 Modelled: a move is asynchronous, so that the part of its time that lies within the ops between its last read and its
     next use is hidden; a program point is a tick of the recorded step.
 Left out: kernels that read their inputs from the slower memory in place, which a GPU's do not.
+Claimed: 50 to 80 % of the DRAM replaced by slower memory, 27.7 % slower in the geometric mean.
 
 Complexity: exponential at worst; a binary variable a tensor and a row a point that is above the limit. The solver stops
     at a gap of 1 % or after a number of nodes, never by the clock.

@@ -13,6 +13,7 @@ Reproduced: accesses are measured in one passive step (the trace); candidates ar
 Modelled: where the peak is, after each choice, is asked of the simulator instead of the next measured step, and so is
     the wait. Without a link there is the recomputation alone.
 Left out: nothing.
+Claimed: up to 85 % less memory; BERT with a batch 7 times as large.
 
 Complexity O(n^2).
 """

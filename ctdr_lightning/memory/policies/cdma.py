@@ -8,6 +8,7 @@ Reproduced: vDNN's transfers of the inputs of every layer or of convolutions, ea
 Modelled: the paper compresses in the DMA engine at no cost; here the codec runs on the device, and its time counts.
     Without the codec ``zvc`` the plans are vDNN's.
 Left out: the engine's buffers.
+Claimed: transfers 2.6 times smaller on average, which makes virtualized training 32 % faster.
 
 Complexity O(n log n).
 """

@@ -7,6 +7,7 @@ Reproduced: of vDNN's transfers of every layer's input those are compressed whos
 Modelled: the part of a transfer that the layer's own forward and backward hide is not exposed. Times of the codec are
     linear in the bytes, as measured on this machine, where the paper also learns how they grow with the zeros.
 Left out: Bayesian optimisation of the codec's launch parameters.
+Claimed: swaps take half the time (50.9 % less), training 20.7 % less than with vDNN.
 
 Complexity O(n log n).
 """

@@ -8,6 +8,7 @@ Reproduced: linear tensor selection: tensors are marked for the SSD in the order
 Modelled: whether the rest fits is asked of the simulator. Half precision is bfloat16 here, and only where the user
     allows that codec.
 Left out: copies between GPU and SSD that pass the host by; compressed sparse rows, as contents are not looked at.
+Claimed: batches 12.4 to 14.0 times as large on a card of 16 GB.
 
 Complexity O(n) simulations, halved by bisection to O(log n).
 """

@@ -8,6 +8,7 @@ Reproduced: Binarize (a ReLU that pooling and its own backward read needs a bit 
 Modelled: sparse rows are a bit mask and the elements (``zvc``); an argmax takes 16 bits, not 4; reduced precision is
     float8 or bfloat16, which PyTorch has, in the place of FP10 and FP16.
 Left out: in-place ReLU, which is the model's choice.
+Claimed: half the memory at most, 1.8 times less on average, 4 % slower.
 
 Complexity O(n).
 """

@@ -7,6 +7,7 @@ Reproduced: the inputs of all layers may leave the device as soon as their layer
     the last use), without anybody waiting for it, and are prefetched while the backward of the layer after theirs runs.
 Modelled: managed memory and its page faults as transfers over the link; a prefetch that comes late stalls.
 Left out: weights in managed memory with read-mostly advice.
+Claimed: up to 1.9 times as fast as naive managed memory.
 
 Complexity O(n log n).
 """

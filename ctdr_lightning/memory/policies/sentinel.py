@@ -10,6 +10,7 @@ Reproduced: tensors that live for less than a layer never migrate; the others do
 Modelled: which lengths hold is asked of the simulator, for each length of a geometric series. A layer is a forward op
     that reads a saved value.
 Left out: pages, the profiling of memory accesses by faults, the reserved pool for short-lived tensors.
+Claimed: 80 % less fast memory at comparable speed.
 
 Complexity O(n log n) simulations of which there are O(log n).
 """

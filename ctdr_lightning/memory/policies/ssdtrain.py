@@ -9,6 +9,7 @@ Reproduced: activations are offloaded in the order of the forward, weights never
 Modelled: a tensor that the backward asks for while it is still being written (which the system forwards from memory)
     simply stays.
 Left out: deduplication of tensors that are saved twice, which the trace has done; GPUDirect storage.
+Claimed: 47 % less memory for activations at the peak, at negligible overhead.
 
 Complexity O(n log n).
 """

@@ -10,6 +10,7 @@ Reproduced: liveness (in the trace: nothing is held longer than someone needs it
 Modelled: l_i is what one backward op reads and writes. In a forward the least recently used checkpoint is the earliest;
     how many must go is asked of the simulator. Without a link there is no pool.
 Left out: the choice of convolution algorithms.
+Claimed: nets at least 3.2 times as deep; a ResNet of 10,000 layers on a card of 12 GB.
 
 Complexity O(n).
 """

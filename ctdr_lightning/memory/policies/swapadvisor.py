@@ -7,6 +7,7 @@ Reproduced: its swap planner: wherever the step has no room, the tensor with the
 Modelled: room is the budget, asked of the simulated bytes at each tick.
 Left out: the genetic search over orders of ops and over pools of size classes: an eager step has one order, and
     PyTorch's allocator the pools.
+Claimed: nets of up to 12 times the memory at 53 to 99 % of the throughput that unlimited memory gives.
 
 Complexity O(n log n + n t) for t ticks.
 """

@@ -8,6 +8,7 @@ Reproduced: an edge from an op to one that is more than ``lb`` ops later in topo
 Modelled: distances are ticks of the recorded step, as an eager step has one order. ``lb`` and ``n_tensors``, which its
     users tune by hand, are tried in a few steps, and the simulator chooses.
 Left out: nothing.
+Claimed: ResNet-50 with a batch 4.7 times as large, 3DUnet with one twice as large.
 
 Complexity O(n log n) a candidate, of which there are 20.
 """

@@ -7,6 +7,7 @@ Reproduced: vDNN's inputs of every layer or of convolutions, without the wait at
     needed and asked for as late as hides them.
 Modelled: when a transfer is done is what the simulated link says.
 Left out: the allocator's heuristic against fragmentation; compression on the host's side.
+Claimed: as fast as vDNN or up to 60 % faster, with 60 % less pinned host memory.
 
 Complexity O(n log n).
 """
