@@ -8,7 +8,7 @@ from ctdr_lightning.memory.bounds.lower_bound import lower_bound_seconds
 from ctdr_lightning.memory.plans.actions import RECOMPUTE_EACH, Actions
 from ctdr_lightning.memory.search.frontier import Point
 from ctdr_lightning.memory.search.local_search import LocalSearch
-from ctdr_lightning.memory.search.rounding import relaxed_plans
+from ctdr_lightning.memory.search.rounding import relaxed_plans, whole_plans
 from ctdr_lightning.memory.simulator.prepared import Prepared
 
 # The relaxation is solved with bytes limited at so many ticks, at the budget and at lower ones, by these shares of the
@@ -114,9 +114,14 @@ class Fastest:
         return [(n_ticks, margin) for n_ticks, margin in starts if many or n_ticks == 1]
 
     def start(self, starts: Iterable[tuple[int, float]] = STARTS, gap: float = NO_GAP) -> None:
-        """Round relaxations of so many ticks and such margins; polish each plan, until the gap is so small."""
+        """Polish the plan in whole numbers, then relaxations of so many ticks and such margins, until the gap is small.
+
+        A plan in whole numbers that does not fit is no start: with it the small LSTM at 0.4 ended 4.1 % above its
+        bound, without it 1.2 %.
+        """
         if self.bound_s == float("inf"):
             return
+        self.polish(whole_plans(self._step, self._limit), gap, START_SHARE)
         plans = relaxed_plans(self._step, self._limit, self._possible(starts), THRESHOLDS)
         self.polish(plans, gap, START_SHARE)
 

@@ -19,6 +19,16 @@ from ctdr_lightning.memory.bounds.lower_bound import whole_numbers
 from ctdr_lightning.memory.bounds.staged_program import StagedProgram, choose_ticks, lives_of
 from ctdr_lightning.memory.plans.actions import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action
 from ctdr_lightning.memory.simulator.prepared import Prepared
+from ctdr_lightning.memory.simulator.simulator import Simulator
+
+
+def whole_plans(step: Prepared, budget_bytes: int) -> Iterator[dict[int, Action]]:
+    """The plan of the program in whole numbers, with bytes limited at one tick; nothing where that does not fit."""
+    staged, found = whole_numbers(step, budget_bytes)
+    if found is not None:
+        actions = rounded(staged, found.values, 0.5)
+        if Simulator(step, actions).peak_bytes <= budget_bytes:
+            yield actions
 
 
 def relaxed_plans(
@@ -27,13 +37,13 @@ def relaxed_plans(
     starts: Iterable[tuple[int, float]],
     thresholds: Iterable[float],
 ) -> Iterator[dict[int, Action]]:
-    """Solve the program at the budget and at lower ones: in whole numbers, and in shares rounded at each threshold.
+    """Solve the relaxation at the budget and at lower ones; round each solution at each threshold.
 
     Args:
         step: The recorded step.
         budget_bytes: The budget.
         starts: At how many ticks bytes are limited, and by how much the budget is lowered, as a share of the plain peak
-            above the weights. Whole numbers are for one tick alone.
+            above the weights.
         thresholds: From which share on a value is held.
 
     Yields:
@@ -44,11 +54,6 @@ def relaxed_plans(
     unit = step.plain_peak_bytes - trace.resident_bytes
     for n_ticks, margin in starts:
         limit = int(budget_bytes - margin * unit)
-        if n_ticks == 1:
-            staged, whole = whole_numbers(step, limit)
-            if whole is not None and (actions := rounded(staged, whole.values, 0.5)) not in seen:
-                seen.append(actions)
-                yield actions
         program = StagedProgram(trace, choose_ticks(trace, plain_bytes, limit, n_ticks), limit, lives)
         solution = program.program.relax()
         if solution is None:
