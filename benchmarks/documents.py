@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import decompose, digits, joint, moving, planning_time, promise, ranks, recovery
+from benchmarks import decompose, digits, joint, moving, planner_rows, planning_time, promise, ranks, recovery, trials
 from ctdr_recipes import demo
 from ctdr_recipes.evaluation.tables import PARTS as EVALUATION
 from ctdr_recipes.evaluation.tables import Evaluation
@@ -35,6 +35,8 @@ PARTS: dict[str, Callable[[str, str], str]] = {
     "recovery": lambda text, _: recovery.table(text),
     "ranks": lambda text, _: ranks.table(text),
     "moving": lambda text, part: {"policies": moving.policy_table, "ratios": moving.ratio_table}[part](text),
+    "planner": planner_rows.part,
+    "trials": lambda text, _: trials.table(text),
     "evaluation": lambda text, part: EVALUATION[part](Evaluation.from_json(text)),
 }
 

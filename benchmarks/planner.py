@@ -1,10 +1,11 @@
 """How near to its bound ``auto`` plans, and how long it takes: 20 nets at six budgets, from fake traces.
 
-``python -m benchmarks.planner [--nets tuned | held-out | NAME ...] [--shares 0.8 ...] [--traces FOLDER]``. One row a
+``python -m benchmarks.planner [--nets tuned | held-out | NAME ...] [--shares 0.8 ...]``. One row a
 net and share of the plain peak above weights: seconds over the plain step, the gap to the lower bound, the fastest
 other policy, and seconds of planning (process time, one thread, the bound included). ``floor`` is a proof that nothing
 fits; ``none`` means that nothing was found. ``--lengths 60`` plans a transformer for so many sequence lengths instead.
-Recorded traces are kept in a folder, so that a second run need not record.
+Recorded traces are kept in a folder, so that a second run need not record. ``FOLDER/planner.json`` holds the rows; the
+table of ``docs/policies.md`` is made from a committed copy of it.
 """
 
 from __future__ import annotations
@@ -13,44 +14,21 @@ import argparse
 import re
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 import torch
 from torch import nn
 
 from benchmarks.nets import Attention
 from benchmarks.planner_nets import HELD_OUT, NETS, TUNED
-from ctdr_lightning.basics.errors import InfeasibleBudgetError
-from ctdr_lightning.memory import POLICIES, Budget, Plan, Prepared, Trace, plan, record_fake, simulate
+from benchmarks.planner_rows import Row, summary, to_json
+from ctdr_lightning.basics.errors import CTDRError, InfeasibleBudgetError
+from ctdr_lightning.basics.files import write_text
+from ctdr_lightning.memory import POLICIES, Budget, Prepared, Trace, plan, record_fake, simulate
 from ctdr_lightning.memory.bounds.lower_bound import floor_bytes
 from ctdr_lightning.memory.many_shapes import ManyShapes
 
 SHARES = (0.8, 0.6, 0.5, 0.4, 0.3, 0.2)
-AHEAD = 1e-3
-
-
-@dataclass(frozen=True)
-class Row:
-    """One net at one budget; slowdowns are over the plain step, infinite where nothing fits."""
-
-    net: str
-    n_ops: int
-    share: float
-    slowdown: float
-    gap: float
-    rival: str
-    rival_slowdown: float
-    plan_s: float
-    proven: bool
-
-    def __str__(self) -> str:
-        fits = self.slowdown < float("inf")
-        found = f"x{self.slowdown:.4f} {self.gap:7.2%}" if fits else f"{'floor' if self.proven else 'none':>15s}"
-        rival = f"{self.rival} x{self.rival_slowdown:.4f}" if self.rival else ""
-        return f"{self.net:16s} {self.n_ops:6d} {self.share:6.2f} {found} {self.plan_s:8.2f}  {rival}"
 
 
 def trace_of(name: str, folder: Path) -> Trace:
@@ -61,43 +39,40 @@ def trace_of(name: str, folder: Path) -> Trace:
     return Trace.from_json(path)
 
 
-def planned(step: Prepared, limit: int, policy: str) -> Plan | None:
-    """A policy's plan; None where it has none."""
-    try:
-        return plan(step, Budget(peak_bytes=limit), policy)
-    except InfeasibleBudgetError:
-        return None
+def rivals_of(step: Prepared, limit: int) -> dict[str, float]:
+    """By policy the seconds of its plan, of all others that can do something here and fit.
+
+    They are asked directly: ``plan`` makes ``auto``'s plan once more for each that finds nothing, to compare with.
+    """
+    found = {}
+    for name, policy in POLICIES.items():
+        if policy.asks_others or policy.clocked or not policy.works_on(step.trace):
+            continue
+        try:
+            made = policy(step, Budget(peak_bytes=limit))
+        except CTDRError:
+            continue  # nothing that fits, or no chain
+        if made.peak_bytes <= limit:
+            found[name] = made.seconds
+    return found
 
 
 def measure(name: str, trace: Trace, share: float, *, rivals: bool) -> Row:
-    """Plan one net at one share, and ask every other policy."""
+    """Plan one net at one share, and ask every other policy where a plan may exist."""
     start = time.process_time()
     step = Prepared(trace)
     limit = trace.resident_bytes + int(share * (step.plain_peak_bytes - trace.resident_bytes))
-    made = planned(step, limit, "auto")
+    try:
+        made = plan(step, limit)
+        slowdown, gap = made.seconds / trace.seconds, made.gap
+    except InfeasibleBudgetError:
+        slowdown = gap = None
     plan_s = time.process_time() - start
-    others: dict[str, float] = {}
-    for policy, facts in POLICIES.items() if rivals else ():
-        other = None if facts.asks_others or facts.clocked else planned(step, limit, policy)
-        if other is not None:
-            others[policy] = other.seconds / trace.seconds
-    best = min(others, key=lambda policy: others[policy], default="")
-    slowdown, gap = (made.seconds / trace.seconds, made.gap) if made is not None else (float("inf"), float("inf"))
     proven = floor_bytes(step) > limit
-    return Row(name, len(trace.ops), share, slowdown, gap, best, others.get(best, float("inf")), plan_s, proven)
-
-
-def summary(rows: Sequence[Row]) -> None:
-    gaps = sorted(row.gap for row in rows if row.slowdown < float("inf"))
-    if gaps:
-        share = sum(gap < 0.01 for gap in gaps) / len(gaps)
-        print(f"{len(gaps)} rows fit: median gap {median(gaps):.2%}, {share:.0%} under 1 %, largest {gaps[-1]:.2%}")
-    ahead = [row for row in rows if row.rival_slowdown < row.slowdown * (1 - AHEAD)]
-    open_rows = [row for row in rows if row.slowdown == float("inf") and not row.proven]
-    print(f"another policy is ahead in {len(ahead)} rows; nothing found and nothing proven in {len(open_rows)}")
-    print(
-        f"planning: longest {max(row.plan_s for row in rows):.1f} s, median {median(row.plan_s for row in rows):.2f} s"
-    )
+    others = rivals_of(step, limit) if rivals and not proven else {}
+    best = min(others, key=lambda policy: others[policy], default="")
+    best_slowdown = others[best] / trace.seconds if best else None
+    return Row(name, len(trace.ops), share, slowdown, gap, best, best_slowdown, plan_s, proven)
 
 
 def many_lengths(n_lengths: int) -> None:
@@ -124,6 +99,7 @@ def main() -> None:
     parser.add_argument("--nets", nargs="+", default=["tuned", "held-out"])
     parser.add_argument("--shares", nargs="+", type=float, default=SHARES)
     parser.add_argument("--traces", type=Path, default=Path(tempfile.gettempdir()) / "ctdr_planner_traces")
+    parser.add_argument("--folder", type=Path, default=Path("outputs/planner"))
     parser.add_argument("--alone", action="store_true", help="ask no other policy")
     parser.add_argument("--lengths", type=int, default=0)
     options = parser.parse_args()
@@ -139,7 +115,8 @@ def main() -> None:
         for share in options.shares:
             rows.append(measure(name, trace, share, rivals=not options.alone))
             print(rows[-1], flush=True)
-    summary(rows)
+            write_text(options.folder / "planner.json", to_json(rows))
+    print(*summary(rows), sep="\n")
 
 
 if __name__ == "__main__":
