@@ -317,6 +317,8 @@ class JointSearch:
         found = replace(found, measured_peak_bytes=peak_bytes + found.trace.resident_bytes)
         if not self._pricer.dense_runs:
             return found
+        if found.trial is None and found.plan is not None and found.plan.keeps_all:  # it is the dense step
+            return found.told(measured_slowdown=1.0)
         turns = in_turns(RealStep(self._model, partial(self._forward, self._model)), step)
         found = found.told(measured_slowdown=turns.ratio)
         if turns.ratio > self._limits.slowdown * _CLOCK_ERROR:

@@ -9,7 +9,7 @@ from ctdr_lightning import BudgetFit, Tape, decompose, fit_to_budget
 from ctdr_lightning.basics.errors import CheckpointError, ConfigError, InfeasibleBudgetError
 from ctdr_lightning.decomposition import FactorizedLayer, rank_chooser
 from ctdr_lightning.joint import pricing, search
-from ctdr_lightning.joint.turns import RealStep
+from ctdr_lightning.joint.turns import RealStep, Turns
 from tests.joint import parts
 
 PATIENT = {"max_slowdown": 50.0, "progress": False}
@@ -44,6 +44,13 @@ def test_where_everything_fits_the_answer_is_the_dense_model_and_says_so():
     assert n_factorized(net) == 0
     assert fit.loss == 0
     assert "the dense model, nothing recomputed" in str(fit)
+
+
+def test_the_dense_step_is_never_too_slow_however_disturbed_the_clock_is(monkeypatch):
+    monkeypatch.setattr(search, "in_turns", lambda first, second: Turns(0.1, 0.2, 2.0))
+    fit = fit_to_budget(parts.network(), parts.step, parts.batches(), "1GiB", progress=False)
+    assert fit.is_dense
+    assert fit.plan.keeps_all
 
 
 def test_where_recomputation_is_enough_no_layer_is_touched(bounds):
