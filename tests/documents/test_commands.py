@@ -88,7 +88,8 @@ def runnable(start):
         pytest.param(
             block,
             id=f"{path.stem}-{i}",
-            marks=[pytest.mark.slow] * any(word in " ".join(block) for word in ("max-batch", "--multirun")),
+            marks=[pytest.mark.slow]
+            * any(word in " ".join(block) for word in ("max-batch", "--multirun", "init_from")),
         )
         for i, (path, block) in enumerate(found)
         if block

@@ -138,6 +138,7 @@ def test_too_little_time_is_said_with_the_time_that_it_takes(bounds):
         fit_to_budget(net, parts.step, parts.batches(), (dense + least) // 2, max_slowdown=1e-6, progress=False)
 
 
+@pytest.mark.slow
 def test_without_a_budget_the_peak_is_least_within_the_loss(bounds):
     net = parts.network()
     fit = fit_to_budget(net, parts.step, parts.batches(), max_loss=10.0, **PATIENT)
@@ -182,6 +183,7 @@ def test_the_loss_allowed_is_that_of_refined_factors():
     assert fit.parameters_after < 0.3 * fit.parameters_before  # as they were, ranks half as large would be over it
 
 
+@pytest.mark.slow
 def test_what_loses_too_much_even_refined_is_passed_over():
     fit = fit_to_budget(decided(), parts.step, parts.batches(4), max_loss=0.002, **PATIENT)
     assert fit.loss <= 0.002

@@ -135,6 +135,6 @@ def _worker(rank: int, name: str, store: str) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "fsdp gathers")) for n in CHECKS])
 def test_two_ranks(name: str, tmp_path: Path) -> None:
     torch.multiprocessing.spawn(_worker, (name, str(tmp_path / "store")), nprocs=2)

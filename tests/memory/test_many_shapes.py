@@ -52,6 +52,7 @@ def test_what_fits_no_plan_is_said_by_the_planner():
         ManyShapes(plan)(trace, trace.resident_bytes + 1)
 
 
+@pytest.mark.slow
 def test_it_remembers_few_plans_and_no_trace():
     shapes = ManyShapes(plan)
     gone = []

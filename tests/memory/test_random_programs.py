@@ -152,6 +152,7 @@ def long_program(seed: int) -> list[tuple[str, int, int]]:
     return code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("modular", [False, True])
 def test_long_random_programs(modular):
     for seed in range(4):

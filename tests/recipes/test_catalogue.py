@@ -59,6 +59,7 @@ def test_a_misspelt_key_is_refused_before_anything_is_written(tmp_path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_experiment_trains_by_its_name(tmp_path):
     command = [sys.executable, "-m", "ctdr_lightning.cli", "recipes", "run", "digits", f"hydra.run.dir={tmp_path}/run"]
     command += ["trainer.max_epochs=1", "ctdr.select=null", "ctdr.rank=0.4", "ctdr.recovery=null", *TINY]

@@ -134,6 +134,7 @@ def test_the_best_checkpoint_is_tested_by_one_override(run, tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_image_folders_train_a_torchvision_net(tmp_path, image_root):
     with initialize_config_dir(str(CONF), version_base="1.3"):
         overrides = ["data=image_folder", f"data.root={image_root}", "data.image_size=32", "data.n_workers=0"]

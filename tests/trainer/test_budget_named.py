@@ -163,6 +163,7 @@ def test_the_command_for_the_largest_batch(capsys):
     assert main([*common, "--budget", asked]) == 0, capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_largest_batch():
     def search(budget):
         net, batch = STEPS["convolutions"]()

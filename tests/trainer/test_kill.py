@@ -237,6 +237,7 @@ def test_killed_with_checkpoints_written_in_validation(tmp_path, tmp_path_factor
     assert parts.same(whole, killed_and_resumed(tmp_path, STAGED, None, killers, saving=saving))
 
 
+@pytest.mark.slow
 def test_killed_again_and_again(tmp_path, tmp_path_factory):
     whole = uninterrupted(tmp_path_factory, "staged", STAGED)
     for epoch in range(N_EPOCHS):
@@ -246,6 +247,7 @@ def test_killed_again_and_again(tmp_path, tmp_path_factory):
     assert parts.same(whole, ending(tmp_path))
 
 
+@pytest.mark.slow
 def test_killed_from_outside_at_any_moment(tmp_path, tmp_path_factory):
     start = time.monotonic()
     whole = uninterrupted(tmp_path_factory, "timed", STAGED)
@@ -268,9 +270,8 @@ DDP_POINTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "point", [*list(DDP_POINTS)[:1], *(pytest.param(p, marks=pytest.mark.slow) for p in list(DDP_POINTS)[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("point", DDP_POINTS)
 def test_killed_with_two_ranks(tmp_path, tmp_path_factory, point):
     whole = uninterrupted(tmp_path_factory, "staged", STAGED, ranks=2)
     assert parts.same(whole[0]["weights"], whole[2]["weights"])

@@ -92,6 +92,7 @@ def test_what_moves_makes_the_peak_smaller(policy):
     assert any(isinstance(action, Offload) for action in made.away.values())
 
 
+@pytest.mark.slow
 def test_auto_is_no_slower_than_any_of_them_and_faster_than_without_a_link():
     trace = benched("residual")[2]
     budget = Budget(peak_bytes=limit(trace, 0.5))

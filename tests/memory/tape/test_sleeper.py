@@ -136,6 +136,7 @@ class Block(nn.Module):
         return (x + self.body(x)).relu()
 
 
+@pytest.mark.slow
 def test_the_peak_is_the_predicted_one_where_modules_are_nested():
     """A value may be saved several modules later, with no op in between."""
     net = nn.Sequential(nn.Conv2d(4, 4, 1), *[nn.Sequential(Block()) for _ in range(4)])

@@ -76,6 +76,7 @@ def test_a_run_that_may_stay_dense_is_the_plain_run_to_the_bit():
     assert parts.same(plain.state_dict(), chosen.state_dict())
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_same_to_the_bit(tmp_path):
     whole, first = module(), module()
     torch.manual_seed(0)
@@ -111,6 +112,7 @@ def test_arguments_that_say_nothing_are_refused():
         automatic(max_loss=-1.0)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_the_layers_and_factors_that_rank_0_chose(tmp_path):
     def train(folder):
         torch.manual_seed(parts.rank())

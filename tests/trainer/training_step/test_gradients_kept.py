@@ -99,6 +99,7 @@ def test_readers_are_told_by_their_code():
     assert gradient_reader(nn.Sequential(Plain()), [Watches()]) == "Watches.on_before_zero_grad"
 
 
+@pytest.mark.slow
 def test_a_longer_batch_in_mid_epoch_is_run_small_or_refused_as_asked():
     class Lengths(Plain):
         def training_step(self, batch, index):

@@ -112,6 +112,7 @@ def test_untouched_lengths_are_watched_together():
     assert sum(recorded[len(lengths) :]) == WATCHED_STEPS
 
 
+@pytest.mark.slow
 def test_more_lengths_than_are_kept_leave_bounded_plans():
     lengths = list(range(8, 8 + MOST_KINDS + 6))
     callback = CTDRCallback(rank=None, memory_budget="1GiB", verbose=False)
