@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -13,8 +14,8 @@ from ctdr_lightning.decomposition.choose.choices import Choices
 from ctdr_lightning.decomposition.choose.costs import CostModel
 from ctdr_lightning.decomposition.choose.propose import MethodLike, Request
 from ctdr_lightning.decomposition.choose.rank_search import RankSearch, Start
-from ctdr_lightning.decomposition.choose.select import find_layers
-from ctdr_lightning.decomposition.choose.sensitivity import gather
+from ctdr_lightning.decomposition.choose.select import Layer, find_layers
+from ctdr_lightning.decomposition.choose.sensitivity import Evidence, gather
 from ctdr_lightning.decomposition.layers.attention import opened
 from ctdr_lightning.decomposition.trial import Bench, Trial, adopt
 
@@ -46,15 +47,28 @@ class RankChooser:
         progress: bool = True,
         flops: float | None = None,
     ) -> None:
-        self.model = model
-        layers = find_layers(model, select)
-        evidence = gather(model, layers, batches) if batches is not None else None
-        self.layers = evidence.noted(layers) if evidence is not None else layers
-        names = [layer.name for layer in layers]
+        self.model, self.layers = model, find_layers(model, select)
+        self._batches, self._progress, self._flops = batches, progress, flops
+        names = [layer.name for layer in self.layers]
         costs = costs or CostModel(gates=False)
-        request = Request.read(names, 0.5, method, "parameters", multiple, costs, progress)
-        self._search = RankSearch(self.layers, request, evidence)
-        self._bench = Bench(model, self.layers, evidence, progress=progress, flops=flops)
+        self._request = Request.read(names, 0.5, method, "parameters", multiple, costs, progress)
+
+    @cached_property
+    def _evidence(self) -> Evidence | None:
+        """Gathered when ranks are first asked for: where the dense model fits nobody asks."""
+        return gather(self.model, self.layers, self._batches) if self._batches is not None else None
+
+    @cached_property
+    def _noted(self) -> list[Layer]:
+        return self._evidence.noted(self.layers) if self._evidence is not None else self.layers
+
+    @cached_property
+    def _search(self) -> RankSearch:
+        return RankSearch(self._noted, self._request, self._evidence)
+
+    @cached_property
+    def _bench(self) -> Bench:
+        return Bench(self.model, self._noted, self._evidence, progress=self._progress, flops=self._flops)
 
     @property
     def starts(self) -> tuple[Start, ...]:

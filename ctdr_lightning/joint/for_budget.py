@@ -103,7 +103,8 @@ def fit_to_budget(
     with one_bar(progress), chosen_from as chooser:
         with unmoved(model), closing(bar):
             beside = beside_bytes if callable(beside_bytes) else lambda _candidate: beside_bytes
-            pricer = Pricer(model, step, drawn[0], states_per_weight(optimizer), beside)
+            with unmoved(model):  # BatchNorm's statistics are as they were when the batches are looked at
+                pricer = Pricer(model, step, drawn[0], states_per_weight(optimizer), beside)
             forward = partial(_on_batch, step, drawn[0])
             proposer = Proposer(chooser, hurried=pricer.is_long)
             search = JointSearch(model, forward, pricer, proposer, limits, lambda: next(bar))

@@ -52,9 +52,13 @@ class Proposer:
     """
 
     def __init__(self, chooser: RankChooser, hurried: bool = False) -> None:
-        self._chooser = chooser
-        self._starts = chooser.starts[::-1][: 1 if hurried else None]
+        self._chooser, self._hurried = chooser, hurried
+        self._best_first: tuple[Start, ...] = ()
         self._tried: dict[tuple[float, str], Trial] = {}
+
+    @property
+    def _starts(self) -> tuple[Start, ...]:
+        return self._best_first or self._chooser.starts[::-1][: 1 if self._hurried else None]
 
     def propose(self, share: float, resource: str) -> Proposal | None:
         """What a share of a resource buys; None where nothing is that cheap.
@@ -83,7 +87,7 @@ class Proposer:
         starts = self._starts[:_KEPT_STARTS] if self._tried else self._starts
         trials = self._chooser.trials(proposal.share, proposal.resource, starts)
         first = [trial.start for trial in trials]
-        self._starts = (*first, *(start for start in self._starts if start not in first))
+        self._best_first = (*first, *(start for start in self._starts if start not in first))
         return trials[0]
 
     def exact(self, proposal: Proposal) -> Trial:

@@ -31,6 +31,7 @@ from ctdr_lightning.joint.budget_fit import Considered
 from ctdr_lightning.joint.pricing import PLANNING_S, Pricer
 from ctdr_lightning.joint.proposals import DENSE, RESOURCES, SHARES, Proposal, Proposer
 from ctdr_lightning.joint.turns import RealStep, in_turns
+from ctdr_lightning.joint.twins import unmoved
 from ctdr_lightning.memory.bounds.lower_bound import floor_bytes
 from ctdr_lightning.memory.planner import plan
 from ctdr_lightning.memory.plans.budget import Budget
@@ -304,6 +305,10 @@ class JointSearch:
         """Run a candidate's step under its plan, count its peak and time it in turns with the dense step."""
         self._note()
         model = self._model if found.trial is None else self._proposer.standing(found.trial)
+        with unmoved(self._model):  # which later candidates are judged by
+            return self._run(found, model)
+
+    def _run(self, found: PricedChoice, model: nn.Module) -> PricedChoice:
         forward = partial(self._forward, model)
         step = RealStep(model, forward, found.plan)
         peak_bytes, diverged = step.watched()

@@ -7,7 +7,7 @@ import torch
 
 from ctdr_lightning import BudgetFit, Tape, decompose, fit_to_budget
 from ctdr_lightning.basics.errors import CheckpointError, ConfigError, InfeasibleBudgetError
-from ctdr_lightning.decomposition import FactorizedLayer, rank_chooser
+from ctdr_lightning.decomposition import FactorizedLayer, chooser, rank_chooser
 from ctdr_lightning.joint import pricing, search
 from ctdr_lightning.joint.turns import RealStep, Turns
 from tests.joint import parts
@@ -51,6 +51,11 @@ def test_the_dense_step_is_never_too_slow_however_disturbed_the_clock_is(monkeyp
     fit = fit_to_budget(parts.network(), parts.step, parts.batches(), "1GiB", progress=False)
     assert fit.is_dense
     assert fit.plan.keeps_all
+
+
+def test_where_the_dense_model_fits_the_batches_are_not_looked_at(monkeypatch):
+    monkeypatch.setattr(chooser, "gather", lambda *_: pytest.fail("evidence was gathered"))
+    assert fit_to_budget(parts.network(), parts.step, parts.batches(), "1GiB", **PATIENT).is_dense
 
 
 def test_where_recomputation_is_enough_no_layer_is_touched(bounds):
