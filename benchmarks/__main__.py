@@ -35,6 +35,7 @@ TABLES: dict[str, tuple[str, ...]] = {
     "trials": (),
     "bounds": (),
     "offload": (),
+    "moving": (),
     "digits": (),
     "recovery": (),
     "ranks": (),

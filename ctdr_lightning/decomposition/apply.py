@@ -13,7 +13,7 @@ from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.interrupts import interrupts_held
 from ctdr_lightning.basics.progress_bar import one_bar
 from ctdr_lightning.decomposition.algorithms.solvers import SOLVERS
-from ctdr_lightning.decomposition.choose.batches import Batches, Step
+from ctdr_lightning.decomposition.choose.batches import N_BATCHES, Batches, Step
 from ctdr_lightning.decomposition.choose.choices import Choices, checked
 from ctdr_lightning.decomposition.choose.costs import CostModel, factor_costs, samples, weigh
 from ctdr_lightning.decomposition.choose.observe import with_given_shapes, with_shapes
@@ -47,7 +47,7 @@ def decompose(
     example_input: Any = None,
     input_shapes: Mapping[str, Sequence[int]] | None = None,
     data: Iterable[Any] | None = None,
-    n_batches: int = 32,
+    n_batches: int = N_BATCHES,
     step: Step | None = None,
     optimizer: str = "adam",
     recompute: bool = False,

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ctdr_lightning.decomposition.choose.batches import Batches, Step
+from ctdr_lightning.decomposition.choose.batches import N_BATCHES, Batches, Step
 from ctdr_lightning.decomposition.choose.choices import Choices
 from ctdr_lightning.decomposition.choose.costs import CostModel
 from ctdr_lightning.decomposition.choose.propose import MethodLike, Request
@@ -114,7 +114,11 @@ class RankChooser:
 
 @contextmanager
 def rank_chooser(
-    model: nn.Module, data: Iterable[Any] | None = None, step: Step | None = None, n_batches: int = 32, **options: Any
+    model: nn.Module,
+    data: Iterable[Any] | None = None,
+    step: Step | None = None,
+    n_batches: int = N_BATCHES,
+    **options: Any,
 ) -> Iterator[RankChooser]:
     """A chooser over a model, its attention opened meanwhile so that the projections can be chosen.
 

@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from inspect import signature
-from itertools import count, islice
+from itertools import count
 from time import perf_counter
 from typing import Any
 
@@ -20,6 +20,7 @@ from ctdr_lightning.basics.checks import real
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.progress_bar import one_bar, track
 from ctdr_lightning.basics.units import parse_bytes
+from ctdr_lightning.decomposition.choose.batches import first_batches
 from ctdr_lightning.decomposition.choose.choices import LayerChoice
 from ctdr_lightning.decomposition.choose.costs import OPTIMIZER_STATES
 from ctdr_lightning.decomposition.choose.select import Layer
@@ -34,7 +35,6 @@ from ctdr_lightning.memory.plans.actions import Recompute
 # Without a budget the ranks may cost so much: on five networks a KL below it cost at most 0.3 points of accuracy, or
 # 0.011 nats of a language model's loss, before any training.
 USUAL_LOSS = 0.005
-_N_BATCHES = 32
 _REFINING_FLOPS = 3e11  # ten seconds or so of a core; an accelerator has its usual allowance
 
 
@@ -94,12 +94,12 @@ def fit_to_budget(
     """
     begin_s = perf_counter()
     limits = _limits(model, memory_budget, max_slowdown, max_loss)
-    drawn = list(islice(batches, _N_BATCHES))
+    drawn = first_batches(batches)
     if not drawn:
         raise ConfigError("batches has no batch.", "Give a data loader, or a list of training batches.")
     bar = track(count(), "choose ranks", total=1 + len(RESOURCES) * len(SHARES), enabled=progress)
-    asked = {"select": select, "method": method, "progress": progress, "flops": _refining_flops(model)}
-    chosen_from = rank_chooser(model, drawn, step, _N_BATCHES, **asked)
+    asked: dict[str, Any] = {"select": select, "method": method, "progress": progress, "flops": _refining_flops(model)}
+    chosen_from = rank_chooser(model, drawn, step, **asked)
     with one_bar(progress), chosen_from as chooser:
         with unmoved(model), closing(bar):
             beside = beside_bytes if callable(beside_bytes) else lambda _candidate: beside_bytes

@@ -38,8 +38,9 @@ _N_RECORDINGS, _LONG_S = 3, 2.0
 _SAFE_SHARE = 0.8  # of the free memory: fragments take the rest
 # With 0.3 s of thought a 30 MiB plan of the demo's network took 0.26 s a step, with 1 s and with 5 s 0.21 s.
 PLANNING_S = 1.0
-# What the tape adds to a step was 50 to 90 us for each op that it sees, on two transformers with 30 plans; any plan of
-# the dense step gives it within a third. In longer steps it is under 5 %, and not measured but taken as usual.
+# What the tape adds to a step was 50 to 90 us for each op that it sees, on two transformers with 30 plans; two plans
+# of the dense step gave it within a third, and one is tried, to plan less. In longer steps it is under 5 %, and not
+# measured but taken as usual.
 _TRIED_SHARE, _SHORT_S, _USUAL_TAPE_S, _MOST_TAPE_S, _TRIED_PLANNING_S = 0.4, 0.15, 7e-5, 1e-4, 0.1
 
 

@@ -306,9 +306,9 @@ class JointSearch:
         self._note()
         model = self._model if found.trial is None else self._proposer.standing(found.trial)
         with unmoved(self._model):  # which later candidates are judged by
-            return self._run(found, model)
+            return self._clocked(found, model)
 
-    def _run(self, found: PricedChoice, model: nn.Module) -> PricedChoice:
+    def _clocked(self, found: PricedChoice, model: nn.Module) -> PricedChoice:
         forward = partial(self._forward, model)
         step = RealStep(model, forward, found.plan)
         peak_bytes, diverged = step.watched()

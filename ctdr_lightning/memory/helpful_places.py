@@ -13,7 +13,7 @@ from ctdr_lightning.memory.policies import POLICIES
 from ctdr_lightning.memory.traces.trace import Trace
 
 # What is named has to fit again in another run, whose ops, links and codecs are timed anew: 3 % to spare.
-ROOM = 0.97
+_FILLED = 0.97
 
 
 def place_that_fits(
@@ -55,6 +55,6 @@ def _held_by_the_program(trace: Trace) -> int:
 def _peak_with(trace: Trace, limit_bytes: int, places: Places, policy: str, device_name: str | None) -> int | None:
     """The peak under a plan that uses some places; None where none fits, or a place cannot be used."""
     try:
-        return plan(places.equip(trace, device_name), int(ROOM * limit_bytes), policy).peak_bytes
+        return plan(places.equip(trace, device_name), int(_FILLED * limit_bytes), policy).peak_bytes
     except CTDRError:
         return None

@@ -8,6 +8,7 @@ import torch
 from ctdr_lightning import BudgetFit, Tape, decompose, fit_to_budget
 from ctdr_lightning.basics.errors import CheckpointError, ConfigError, InfeasibleBudgetError
 from ctdr_lightning.decomposition import FactorizedLayer, chooser, rank_chooser
+from ctdr_lightning.decomposition.choose import batches as choose_batches
 from ctdr_lightning.joint import pricing, search
 from ctdr_lightning.joint.turns import RealStep, Turns
 from tests.joint import parts
@@ -56,6 +57,13 @@ def test_the_dense_step_is_never_too_slow_however_disturbed_the_clock_is(monkeyp
 def test_where_the_dense_model_fits_the_batches_are_not_looked_at(monkeypatch):
     monkeypatch.setattr(chooser, "gather", lambda *_: pytest.fail("evidence was gathered"))
     assert fit_to_budget(parts.network(), parts.step, parts.batches(), "1GiB", **PATIENT).is_dense
+
+
+def test_no_more_batches_are_read_than_are_used(monkeypatch):
+    monkeypatch.setattr(choose_batches, "_MOST_ELEMENTS", 10)
+    read = iter(parts.batches(4))
+    fit_to_budget(parts.network(), parts.step, read, "1GiB", **PATIENT)
+    assert len(list(read)) == 3
 
 
 def test_where_recomputation_is_enough_no_layer_is_touched(bounds):

@@ -19,7 +19,8 @@ Step = Callable[[nn.Module, Any], Any]
 # Forward passes over the merged batch are the price of a refit. 8 million input elements are 54 images of 224 x 224,
 # 32,000 digits of 16 x 16: enough rows for every layer, seconds for a ResNet-50 on a CPU.
 _MOST_ELEMENTS = 8_000_000
-# So many batches are looked at for every candidate; those beyond serve the refinement of the one that is taken. Every
+N_BATCHES = 32
+# So many of them are looked at for every candidate; those beyond serve the refinement of the one that is taken. Every
 # fourth of the former judges and is never fitted to.
 _LOOKED_AT, _JUDGING = 8, 4
 
@@ -52,12 +53,7 @@ class Batches:
         Raises:
             ConfigError: When there is no batch.
         """
-        drawn, n_elements = [], 0
-        for batch in islice(data, n_batches):
-            drawn.append(batch)
-            n_elements += sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
-            if n_elements > _MOST_ELEMENTS:
-                break
+        drawn = first_batches(data, n_batches)
         if not drawn:
             raise ConfigError("data has no batch.", "Give a data loader, or a list of batches.")
         looked_at, more = drawn[:_LOOKED_AT], drawn[_LOOKED_AT:]
@@ -65,6 +61,23 @@ class Batches:
         fitting = [batch for batch in looked_at if not any(batch is other for other in judging)]
         more = [batch for batch in more if not any(batch is other for other in judging)]
         return cls(fitting or judging, judging, step or call, more)
+
+
+def first_batches(data: Iterable[Any], n_batches: int = N_BATCHES) -> list[Any]:
+    """The first batches of some data, fewer where they are large; no other is read.
+
+    Args:
+        data: Batches, nested in any way.
+        n_batches: How many at most.
+    """
+    drawn: list[Any] = []
+    n_elements = 0
+    for batch in islice(data, n_batches):
+        drawn.append(batch)
+        n_elements += sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+        if n_elements > _MOST_ELEMENTS:
+            break
+    return drawn
 
 
 def call(model: nn.Module, batch: Any) -> Any:

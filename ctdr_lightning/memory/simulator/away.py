@@ -96,7 +96,7 @@ def _fitting(trace: Trace, value: int, codecs: tuple[str, ...]) -> list[CodecCos
     return costs
 
 
-def temporaries_grow(facts: Facts) -> float:
+def temporary_growth(facts: Facts) -> float:
     """How many times the measured share of temporaries a value may take: 2 for halves.
 
     Flags are as many bytes an element. Lossy codecs and zvc, which compute in float32, may take more than that.
@@ -137,7 +137,7 @@ def away_effect(trace: Trace, value: int, action: Away, needed: int | None, unti
         gone = -1
         found.append((made, last, packed))
     if costs:
-        as_measured = dense * temporaries_grow(facts_of(trace)[value])
+        as_measured = dense * temporary_growth(facts_of(trace)[value])
         found.append((out, out, ceil(as_measured * max(cost.encode_temp_share for cost in costs))))
         if needed is not None:
             found += [(needed, needed, ceil(as_measured * max(cost.decode_temp_share for cost in costs)))]

@@ -13,13 +13,12 @@ from torch import Tensor
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.torch_private import tree_map_only
 from ctdr_lightning.decomposition import Report, decompose
+from ctdr_lightning.decomposition.choose.batches import N_BATCHES, first_batches
 from ctdr_lightning.recovery.duplicate import duplicate
 from ctdr_lightning.trainer.accuracy import rehearsal
 from ctdr_lightning.trainer.accuracy.loader_classes import loader_classes_kept
 from ctdr_lightning.trainer.randomness import isolated
 from ctdr_lightning.trainer.structure import match_structure
-
-_N_BATCHES = 32
 
 
 class TrainingData:
@@ -71,8 +70,8 @@ class TrainingData:
         double = rehearsal.rehearse(module, trainer).to(trainer.strategy.root_device)
         _run_uncompiled(double)
         vars(double)["all_gather"] = _alone  # only rank 0 decides: no other rank would answer
-        drawn = rehearsal.training_batches(trainer, double, _N_BATCHES)
-        batches = [_as_the_weights(double, b) for b in drawn]
+        drawn = rehearsal.training_batches(trainer, double, N_BATCHES)
+        batches = first_batches(_as_the_weights(double, batch) for batch in drawn)
         if not batches:
             raise LookupError("an epoch has no batch")
         report = self._decomposed(double, list(enumerate(batches)), partial(_step, trainer), options)

@@ -24,7 +24,7 @@ from ctdr_lightning.trainer.training_step.resident import local_bytes
 from ctdr_lightning.trainer.training_step.step_in_backward import hindrance
 
 # As for a budget that is asked for: 1 % to spare.
-ROOM = 1.01
+_ROOM = 1.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Remedies:
         away = any(state_away_of(optimizer) is not None for optimizer in self._trainer.optimizers)
         state = 0 if away else self._needs.optimizer.state  # buffers of a link stay, whatever the rank
         own = local_bytes(parameters) + gradients + state
-        share = int(100 * (1 - (ROOM * least_bytes - self._budget_bytes) / max(own, 1)))
+        share = int(100 * (1 - (_ROOM * least_bytes - self._budget_bytes) / max(own, 1)))
         return f", or use a rank that leaves about {share}% of the weights" if share > 0 else ""
 
     def _each(self, least_bytes: int) -> Iterator[Remedy]:

@@ -10,7 +10,7 @@ from ctdr_lightning.basics.torch_private import allocations_of
 from ctdr_lightning.memory.codecs import CODECS, decode, encode
 from ctdr_lightning.memory.codecs.packing import pack_bits, unpack_bits
 from ctdr_lightning.memory.holders.measure import measure_codecs
-from ctdr_lightning.memory.simulator.away import packed_bytes, temporaries_grow
+from ctdr_lightning.memory.simulator.away import packed_bytes, temporary_growth
 from ctdr_lightning.memory.traces.facts import Facts
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -146,7 +146,7 @@ def test_no_more_temporary_bytes_than_planned(name):
         stack = encode(flat, (name,))
         encoding = max(accumulate(allocations_of(lambda flat=flat: encode(flat, (name,))))) - stack.n_bytes
         decoding = max(accumulate(allocations_of(lambda stack=stack: decode(stack)), initial=0)) - flat.nbytes
-        planned = flat.nbytes * temporaries_grow(Facts(True, frozenset(), 0.0, flat.numel(), flat.itemsize))
+        planned = flat.nbytes * temporary_growth(Facts(True, frozenset(), 0.0, flat.numel(), flat.itemsize))
         slack = 64 + 0.01 * flat.nbytes  # numbers, and zeros that are a little more or fewer than in the sample
         assert encoding <= cost.encode_temp_share * planned + slack, dtype
         assert decoding <= cost.decode_temp_share * planned + slack, dtype

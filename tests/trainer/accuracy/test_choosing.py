@@ -9,6 +9,8 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from ctdr_lightning import CTDRCallback
 from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.decomposition.choose import batches
+from ctdr_lightning.trainer.accuracy import rehearsal
 from tests import forks, parts
 
 
@@ -34,6 +36,20 @@ def test_the_default_looks_at_training_batches():
     assert report.divergence >= 0
     kept = sum(row.parameters_after for row in report) / sum(row.parameters_before for row in report)
     assert kept < 0.45
+
+
+def test_no_more_batches_are_moved_to_the_device_than_are_used(monkeypatch):
+    monkeypatch.setattr(batches, "_MOST_ELEMENTS", 10)
+    drawn, draw = [], rehearsal.training_batches
+
+    def counted(*args):
+        for batch in draw(*args):
+            drawn.append(batch)
+            yield batch
+
+    monkeypatch.setattr(rehearsal, "training_batches", counted)
+    run()
+    assert len(drawn) == 1
 
 
 def test_no_random_state_moves_and_no_batch_is_lost():
