@@ -23,7 +23,7 @@ def machine() -> dict[str, Any]:
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "versions": {name: versions[name] for name in _PACKAGES if name in versions},
     }

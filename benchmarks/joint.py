@@ -13,10 +13,9 @@ nats); choosing is in seconds of the processor, so that other work beside it doe
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -27,11 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.figures import markdown, rows_of, write_figures
 from benchmarks.peak import cpu_peak_bytes
 from benchmarks.trained_nets import Net, copied, trained
 from ctdr_lightning import Plan, decompose, fit_to_budget, plan, record
 from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError
-from ctdr_lightning.basics.files import write_text
 from ctdr_lightning.evaluate.measure import one_thread
 from ctdr_lightning.joint.for_budget import states_per_weight
 from ctdr_lightning.joint.turns import RealStep
@@ -216,15 +215,15 @@ def _median(of: Sequence[Figure]) -> Figure:
 
 def table(text: str) -> str:
     """The figures of a ``joint.json`` as a Markdown table."""
-    figures = [Figure(**row) for row in json.loads(text)]
+    figures = rows_of(text, "rows", Figure)
     more = ["predicted", "choosing"] if any(figure.choosing_s is not None for figure in figures) else []
     head = ["network, budget", *_SHOWN, *more]
-    lines = [head, ["---"] * len(head)]
+    lines = [head]
     for (net, budget), of in groupby(figures, lambda figure: (figure.net, figure.budget_bytes)):
         by_way = {figure.way: figure for figure in of}
         cells = [_cell(by_way[way]) for way in _SHOWN]
         lines.append([f"{net}, {budget / MIB:.1f} MiB", *cells, *_prediction(by_way[_SHOWN[-1]])[: len(more)]])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return markdown(text, lines)
 
 
 def _cell(figure: Figure) -> str:
@@ -269,8 +268,8 @@ def main() -> None:
         for name in options.nets:
             for seed in options.seeds:
                 figures.setdefault(name, []).append(run(name, seed, options.rounds))
-                rows = [asdict(figure) for runs in figures.values() for figure in medians(runs)]
-                write_text(options.folder / "joint.json", json.dumps(rows, indent=1) + "\n")
+                rows = [figure for runs in figures.values() for figure in medians(runs)]
+                write_figures(options.folder / "joint.json", rows=rows)
 
 
 if __name__ == "__main__":

@@ -14,23 +14,22 @@ from __future__ import annotations
 
 import argparse
 import ast
-import json
 import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from benchmarks.figures import markdown, rows_of, write_figures
 from benchmarks.nets import Attention, Net, net_rn18
 from benchmarks.offload import Case, any_to, times
 from benchmarks.peak import keep_freed_memory, step_peak_bytes
 from ctdr_lightning.basics.errors import CTDRError
-from ctdr_lightning.basics.files import write_text
 from ctdr_lightning.basics.units import MIB
 from ctdr_lightning.memory import POLICIES, Plan, plan, simulate
 from ctdr_lightning.memory.holders.base import HolderOptions, Holders
@@ -179,45 +178,31 @@ def claims() -> dict[str, str]:
 
 def policy_table(text: str) -> str:
     """The policies' figures of a ``moving.json`` as a Markdown table."""
-    found = list({(row.net, row.policy): row for row in _read(text) if row.ratio == 1.0}.values())
+    found = {(row.net, row.policy): row for row in rows_of(text, "rows", Row) if row.ratio == 1.0}
+    head = ["net, policy", "peak (predicted)", "wall (predicted)", "processor", "moved", "its paper claims"]
     said = claims()
-    lines = [
-        "| net, policy | peak (predicted) | wall (predicted) | processor | moved | its paper claims |",
-        "|---|---|---|---|---|---|",
-    ]
-    return "\n".join([*lines, *(_policy_line(row, said.get(row.policy, "")) for row in found)]) + "\n"
+    return markdown(text, [head, *(_policy_line(row, said.get(row.policy, "")) for row in found.values())])
 
 
 def ratio_table(text: str) -> str:
     """The figures of `auto` by the link's rate as a Markdown table."""
-    measured = [row for row in _read(text) if row.policy == "auto" and row.plain_bytes]
-    found = list({(row.net, row.ratio): row for row in measured}.values())
-    lines = [
-        "| net | rate | peak (predicted) | wall | predicted | processor | moved |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    return "\n".join([*lines, *map(_ratio_line, found)]) + "\n"
+    measured = [row for row in rows_of(text, "rows", Row) if row.policy == "auto" and row.plain_bytes]
+    found = {(row.net, row.ratio): row for row in measured}
+    head = ["net", "rate", "peak (predicted)", "wall", "predicted", "processor", "moved"]
+    return markdown(text, [head, *map(_ratio_line, found.values())])
 
 
-def _read(text: str) -> list[Row]:
-    return [Row(**row) for row in json.loads(text)]
-
-
-def _policy_line(row: Row, claim: str) -> str:
+def _policy_line(row: Row, claim: str) -> list[str]:
     who = f"{row.net}, `{row.policy}`"
     if not row.share:
-        return f"| {who} | over {SHARES[-1]:g} | | | | {claim} |"
-    return (
-        f"| {who} | {_peak(row)} | x{row.wall:.2f} ({row.predicted:.2f}) | x{row.processor:.2f} | "
-        f"{row.moved_bytes / MIB:.0f} MiB | {claim} |"
-    )
+        return [who, f"over {SHARES[-1]:g}", "", "", "", claim]
+    wall = f"x{row.wall:.2f} ({row.predicted:.2f})"
+    return [who, _peak(row), wall, f"x{row.processor:.2f}", f"{row.moved_bytes / MIB:.0f} MiB", claim]
 
 
-def _ratio_line(row: Row) -> str:
-    return (
-        f"| {row.net} | {row.ratio:g} | {_peak(row)} | x{row.wall:.3f} | x{row.predicted:.3f} | x{row.processor:.3f} | "
-        f"{row.moved_bytes / MIB:.0f} MiB |"
-    )
+def _ratio_line(row: Row) -> list[str]:
+    times = (f"x{seconds:.3f}" for seconds in (row.wall, row.predicted, row.processor))
+    return [row.net, f"{row.ratio:g}", _peak(row), *times, f"{row.moved_bytes / MIB:.0f} MiB"]
 
 
 def _peak(row: Row) -> str:
@@ -235,12 +220,11 @@ def main() -> int:
     keep_freed_memory()
     torch.set_num_threads(1)
     file = options.folder / "moving.json"
-    known = {_key(row): row for row in (_read(file.read_text()) if file.exists() else [])}
+    known = {_key(row): row for row in (rows_of(file.read_text(), "rows", Row) if file.exists() else [])}
     for row in rows(options.nets, options.tables or ["policies", "ratios"], options.disk):
         print(row, flush=True)
         known[_key(row)] = row
-        options.folder.mkdir(parents=True, exist_ok=True)
-        write_text(file, json.dumps([asdict(row) for row in known.values()], indent=1) + "\n")
+        write_figures(file, rows=list(known.values()))
     return 0 if all(row.equal for row in known.values()) else 1
 
 

@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from benchmarks.figures import write_figures
 from benchmarks.nets import Attention
 from benchmarks.planner_nets import HELD_OUT, NETS, TUNED
-from benchmarks.planner_rows import Row, summary, to_json
+from benchmarks.planner_rows import Row, summary
 from ctdr_lightning.basics.errors import CTDRError, InfeasibleBudgetError
-from ctdr_lightning.basics.files import write_text
 from ctdr_lightning.memory import POLICIES, Budget, Prepared, Trace, plan, record_fake, simulate
 from ctdr_lightning.memory.bounds.lower_bound import floor_bytes
 from ctdr_lightning.memory.many_shapes import ManyShapes
@@ -115,7 +115,7 @@ def main() -> None:
         for share in options.shares:
             rows.append(measure(name, trace, share, rivals=not options.alone))
             print(rows[-1], flush=True)
-            write_text(options.folder / "planner.json", to_json(rows))
+            write_figures(options.folder / "planner.json", rows=rows)
     print(*summary(rows), sep="\n")
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from itertools import groupby
 from statistics import median
+
+from benchmarks.figures import markdown, rows_of
 
 # A policy counts as ahead where its plan is faster by more than this share.
 AHEAD = 1e-3
@@ -52,16 +53,6 @@ class Row:
         return f"{self.net:16s} {self.n_ops:6d} {self.share:6.2f} {found} {self.plan_s:8.2f}  {rival}"
 
 
-def to_json(rows: Sequence[Row]) -> str:
-    """Rows as JSON."""
-    return json.dumps([asdict(row) for row in rows], indent=1) + "\n"
-
-
-def from_json(text: str) -> list[Row]:
-    """Rows from JSON."""
-    return [Row(**{field.name: row[field.name] for field in fields(Row)}) for row in json.loads(text)]
-
-
 def summary(rows: Sequence[Row]) -> list[str]:
     """What the rows say together, a sentence a line."""
     gaps = sorted(row.gap for row in rows if row.gap is not None)
@@ -82,16 +73,16 @@ def summary(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _gaps(rows: Sequence[Row]) -> str:
+def _gaps(text: str) -> str:
+    rows: list[Row] = rows_of(text, "rows", Row)
     shares = sorted({row.share for row in rows}, reverse=True)
     lines = [["net (ops)", *(f"{share:g}" for share in shares), "longest, s"]]
-    lines.append(["---"] * len(lines[0]))
     for (net, n_ops), of in groupby(rows, lambda row: (row.net, row.n_ops)):
         by_share = {row.share: row for row in of}
         cells = [_cell(by_share.get(share)) for share in shares]
         longest = max(row.plan_s for row in by_share.values())
         lines.append([f"{net} ({n_ops:,})", *cells, f"{longest:.1f}"])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return markdown(text, lines)
 
 
 def _cell(row: Row | None) -> str:
@@ -103,13 +94,13 @@ def _cell(row: Row | None) -> str:
     return f"{row.gap:.2%}" + f" ({row.rival} is ahead)" * row.ahead
 
 
-def _sentences(rows: Sequence[Row]) -> str:
-    return " ".join(summary(rows)) + "\n"
+def _sentences(text: str) -> str:
+    return " ".join(summary(rows_of(text, "rows", Row))) + "\n"
 
 
-PARTS: dict[str, Callable[[Sequence[Row]], str]] = {"gaps": _gaps, "summary": _sentences}
+PARTS: dict[str, Callable[[str], str]] = {"gaps": _gaps, "summary": _sentences}
 
 
 def part(text: str, name: str) -> str:
     """A part of the documents from a ``planner.json``: ``gaps``, a table, or ``summary``, sentences."""
-    return PARTS[name](from_json(text))
+    return PARTS[name](text)

@@ -9,10 +9,9 @@ dropped ones, so that a group of so many is played for the first time. Microseco
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from statistics import median
@@ -20,8 +19,8 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
+from benchmarks.figures import markdown, rows_of, write_figures
 from benchmarks.nets import Attention
-from ctdr_lightning.basics.files import write_text
 from ctdr_lightning.memory import RECOMPUTE, Prepared, Simulator, record_fake
 
 LAYERS = (8, 32, 100)
@@ -77,13 +76,13 @@ def figures(layers: Sequence[int]) -> Iterator[Figure]:
 
 def table(text: str) -> str:
     """The figures of a ``trials.json`` as a Markdown table: a row a net, a column a group size."""
-    found = [Figure(**row) for row in json.loads(text)]
+    found = rows_of(text, "rows", Figure)
     groups = sorted({figure.group for figure in found})
-    lines = [["ops", *(f"{group:,} dropped" for group in groups)], ["---"] * (1 + len(groups))]
+    lines = [["ops", *(f"{group:,} dropped" for group in groups)]]
     for n_ops, of in groupby(found, lambda figure: figure.n_ops):
         by_group = {figure.group: f"{figure.trial_us:,.0f} µs" for figure in of}
         lines.append([f"{n_ops:,}", *(by_group.get(group, "") for group in groups)])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return markdown(text, lines)
 
 
 def main() -> None:
@@ -96,7 +95,7 @@ def main() -> None:
     for figure in figures(options.layers):
         found.append(figure)
         print(f"{figure.n_ops:6d} ops, group {figure.group:5d}: {figure.trial_us:9.0f} us, {figure.work:6.0f} units")
-    write_text(options.folder / "trials.json", json.dumps([asdict(figure) for figure in found], indent=1) + "\n")
+    write_figures(options.folder / "trials.json", rows=found)
 
 
 if __name__ == "__main__":

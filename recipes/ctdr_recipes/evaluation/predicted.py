@@ -53,9 +53,6 @@ class Row:
         seconds: Of a step: forward and backward.
         fits: Whether the peak is within the technique's limit; dense and decomposition have none.
         largest_batch: The largest batch found that fits the dense step's peak; 0 where it was not looked for.
-        accuracy: After training and fine-tuning, in percent; -1 where it was not measured.
-        raw_accuracy: The same before fine-tuning.
-        epochs: Epochs of fine-tuning.
         day: When it was measured, as year-month-day; empty for predictions.
     """
 
@@ -68,9 +65,6 @@ class Row:
     seconds: float
     fits: bool
     largest_batch: int = 0
-    accuracy: float = -1.0
-    raw_accuracy: float = -1.0
-    epochs: int = 0
     day: str = ""
 
 
