@@ -10,6 +10,7 @@ from ctdr_lightning.basics.errors import CheckpointError, ConfigError, Infeasibl
 from ctdr_lightning.decomposition import FactorizedLayer, chooser, rank_chooser
 from ctdr_lightning.decomposition.choose import batches as choose_batches
 from ctdr_lightning.joint import pricing, search
+from ctdr_lightning.joint.proposals import Proposer
 from ctdr_lightning.joint.turns import RealStep, Turns
 from tests.joint import parts
 
@@ -197,7 +198,11 @@ def test_the_loss_allowed_is_that_of_refined_factors():
 
 
 @pytest.mark.slow
-def test_what_loses_too_much_even_refined_is_passed_over():
+def test_what_loses_too_much_even_refined_is_passed_over(monkeypatch):
+    """Refinement wins nothing here: how much it does, and so which candidate it saves, differs with the machine."""
+    monkeypatch.setattr(Proposer, "refined", lambda _, trial: trial)
     fit = fit_to_budget(decided(), parts.step, parts.batches(4), max_loss=0.002, **PATIENT)
     assert fit.loss <= 0.002
-    assert any("refined too" in row.outcome for row in fit.considered)
+    passed_over = [row for row in fit.considered if "refined too" in row.outcome]
+    assert passed_over
+    assert all(0.002 < row.loss <= 4 * 0.002 for row in passed_over)
