@@ -17,7 +17,7 @@ from ctdr_lightning.memory.values.live_bytes import PeakMeter
 
 # Three pairs tell a step that is a tenth too slow on one thread; more are run while they take under two seconds. A pair
 # of four seconds and more is run once: what disturbs a step for a moment is little of it.
-_LEAST_PAIRS, _MOST_PAIRS, _LONG_S, _ONCE_S = 3, 9, 2.0, 4.0
+_LEAST_PAIRS, _MOST_PAIRS, _ENOUGH_S, _ONCE_S = 3, 9, 2.0, 4.0
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def in_turns(first: RealStep, second: RealStep) -> Turns:
     """Time two steps in turns, after a run of each to warm up."""
     is_long = first.seconds() + second.seconds() >= _ONCE_S
     pairs = [(first.seconds(), second.seconds()) for _ in range(1 if is_long else _LEAST_PAIRS)]
-    while not is_long and len(pairs) < _MOST_PAIRS and sum(map(sum, pairs)) < _LONG_S:
+    while not is_long and len(pairs) < _MOST_PAIRS and sum(map(sum, pairs)) < _ENOUGH_S:
         pairs.append((first.seconds(), second.seconds()))
     firsts, seconds = zip(*pairs, strict=True)
     return Turns(median(firsts), median(seconds), median(b / a for a, b in pairs))
