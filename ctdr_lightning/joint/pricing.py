@@ -9,6 +9,7 @@ runs other ops there, every candidate is recorded for real.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +34,7 @@ from ctdr_lightning.memory.traces.trace import OpRecord, Trace
 from ctdr_lightning.memory.traces.typical_seconds import steady
 
 _log = logging.getLogger(__name__)
-# A step of two seconds and more is timed and recorded once: ResNet-50's at batch 32 takes 8 s on a core.
+# A step of two seconds and more is timed once and recorded once: ResNet-50's at batch 32 takes 8 s on a core.
 _N_RECORDINGS, _LONG_S = 3, 2.0
 _SAFE_SHARE = 0.8  # of the free memory: fragments take the rest
 # With 0.3 s of thought a 30 MiB plan of the demo's network took 0.26 s a step, with 1 s and with 5 s 0.21 s.
@@ -85,10 +86,7 @@ class Pricer:
     ) -> None:
         self._model, self._step, self._batch = model, step, batch
         self._n_states, self._beside_bytes = n_states, beside_bytes
-        self.dense_runs = True
-        self.dense_s = self._timed()
-        recorded = steady([self.recorded(model) for _ in range(1 if self.is_long else _N_RECORDINGS)])
-        self.dense_s = self.dense_s if self.dense_runs else recorded.seconds
+        recorded = self._dense_step()
         self._python_s_per_replay, self._shares = recorded.python_s_per_replay, _shares(recorded)
         self._calls = CallSeconds()
         self._on_fakes = self._learn(recorded)
@@ -100,14 +98,23 @@ class Pricer:
         """Whether a dense step takes so long that few may be run."""
         return self.dense_s >= _LONG_S
 
-    def _timed(self) -> float:
+    def _dense_step(self) -> Trace:
+        """Record the dense step and time it by the clock, where it fits; a long one is run twice in all."""
         whole = RealStep(self._model, partial(self._step, self._model, self._batch))
         try:
-            first_s = whole.seconds()  # it warms up
-            return min(whole.seconds() for _ in range(1 if first_s >= _LONG_S else _N_RECORDINGS))
+            first_s = whole.seconds()
         except torch.OutOfMemoryError:
-            self.dense_runs = False
-            return 0.0
+            first_s = math.inf
+        self.dense_runs = first_s < math.inf
+        recordings = [self.recorded(self._model)]
+        # a short step may be slow the first time, a long one hardly: its first run is what the clock says of it
+        is_long = min(first_s, recordings[0].seconds) >= _LONG_S
+        recordings += [self.recorded(self._model) for _ in range(0 if is_long else _N_RECORDINGS - 1)]
+        recorded = steady(recordings)
+        self.dense_s = first_s if self.dense_runs else recorded.seconds
+        if self.dense_runs and not is_long:
+            self.dense_s = min(whole.seconds() for _ in range(_N_RECORDINGS))
+        return recorded
 
     def price(self, choices: Choices) -> Price:
         """What a candidate's step does, its optimizer's state included.

@@ -324,7 +324,8 @@ class JointSearch:
             return found
         if found.trial is None and found.plan is not None and found.plan.keeps_all:  # it is the dense step
             return found.told(measured_slowdown=1.0)
-        turns = in_turns(RealStep(self._model, partial(self._forward, self._model)), step)
+        dense = RealStep(self._model, partial(self._forward, self._model))
+        turns = in_turns(dense, step, once=self._pricer.is_long)
         found = found.told(measured_slowdown=turns.ratio)
         if turns.ratio > self._limits.slowdown * _CLOCK_ERROR:
             return found.told(outcome=f"too slow: {turns.ratio:.2f} dense steps by the clock")

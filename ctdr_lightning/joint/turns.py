@@ -15,9 +15,8 @@ from ctdr_lightning.memory.tape.clock import now_s
 from ctdr_lightning.memory.tape.tape import Tape
 from ctdr_lightning.memory.values.live_bytes import PeakMeter
 
-# Three pairs tell a step that is a tenth too slow on one thread; more are run while they take under two seconds. A pair
-# of four seconds and more is run once: what disturbs a step for a moment is little of it.
-_LEAST_PAIRS, _MOST_PAIRS, _ENOUGH_S, _ONCE_S = 3, 9, 2.0, 4.0
+# Three pairs tell a step that is a tenth too slow on one thread; more are run while they take under two seconds.
+_LEAST_PAIRS, _MOST_PAIRS, _ENOUGH_S = 3, 9, 2.0
 
 
 @dataclass(frozen=True)
@@ -81,11 +80,20 @@ class Turns:
     ratio: float
 
 
-def in_turns(first: RealStep, second: RealStep) -> Turns:
-    """Time two steps in turns, after a run of each to warm up."""
-    is_long = first.seconds() + second.seconds() >= _ONCE_S
-    pairs = [(first.seconds(), second.seconds()) for _ in range(1 if is_long else _LEAST_PAIRS)]
-    while not is_long and len(pairs) < _MOST_PAIRS and sum(map(sum, pairs)) < _ENOUGH_S:
+def in_turns(first: RealStep, second: RealStep, *, once: bool = False) -> Turns:
+    """Time two steps in turns.
+
+    Args:
+        first: What the other is compared with.
+        second: The other.
+        once: Run one pair, for long steps that were run before: what disturbs them for a moment is little of them.
+            Otherwise each is run once to warm up, and then in some pairs.
+    """
+    if not once:
+        first.run()
+        second.run()
+    pairs = [(first.seconds(), second.seconds()) for _ in range(1 if once else _LEAST_PAIRS)]
+    while not once and len(pairs) < _MOST_PAIRS and sum(map(sum, pairs)) < _ENOUGH_S:
         pairs.append((first.seconds(), second.seconds()))
     firsts, seconds = zip(*pairs, strict=True)
     return Turns(median(firsts), median(seconds), median(b / a for a, b in pairs))

@@ -49,7 +49,7 @@ def test_where_everything_fits_the_answer_is_the_dense_model_and_says_so():
 
 
 def test_the_dense_step_is_never_too_slow_however_disturbed_the_clock_is(monkeypatch):
-    monkeypatch.setattr(search, "in_turns", lambda first, second: Turns(0.1, 0.2, 2.0))
+    monkeypatch.setattr(search, "in_turns", lambda *_, once: Turns(0.1, 0.2, 2.0))
     fit = fit_to_budget(parts.network(), parts.step, parts.batches(), "1GiB", progress=False)
     assert fit.is_dense
     assert fit.plan.keeps_all

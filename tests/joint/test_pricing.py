@@ -9,6 +9,7 @@ from ctdr_lightning.decomposition import Choices
 from ctdr_lightning.joint import pricing
 from ctdr_lightning.joint.for_budget import states_per_weight
 from ctdr_lightning.joint.pricing import Pricer
+from ctdr_lightning.joint.turns import RealStep, in_turns
 from ctdr_lightning.joint.twins import twin_of
 from ctdr_lightning.memory.simulator.simulator import Simulator
 from tests.joint import parts
@@ -82,4 +83,24 @@ def test_a_long_step_is_timed_and_recorded_once(monkeypatch):
     net = parts.network()
     pricer = Pricer(net, step, batch, 2.0, nothing)
     assert pricer.is_long
-    assert sum(found is net for found in runs) == 3  # to warm up, by the clock, recorded
+    assert sum(found is net for found in runs) == 2  # by the clock, recorded
+
+
+def test_a_step_that_was_slow_the_first_time_only_is_not_long(monkeypatch):
+    times = iter((10.0, 0.02, 0.01, 0.03))
+    monkeypatch.setattr(pricing.RealStep, "seconds", lambda _: next(times))
+    monkeypatch.setattr(pricing, "_SHORT_S", 0.0)
+    pricer = Pricer(parts.network(), parts.step, parts.batches(1)[0], 2.0, nothing)
+    assert not pricer.is_long
+    assert pricer.dense_s == 0.01
+
+
+def test_long_steps_that_ran_before_are_timed_in_one_pair():
+    runs = []
+    net = parts.network()
+    steps = [
+        RealStep(net, lambda name=name: runs.append(name) or parts.step(net, parts.batches(1)[0])) for name in "ab"
+    ]
+    turns = in_turns(*steps, once=True)
+    assert runs == ["a", "b"]
+    assert turns.ratio == turns.second_s / turns.first_s
