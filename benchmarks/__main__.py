@@ -32,6 +32,7 @@ TABLES: dict[str, tuple[str, ...]] = {
     "joint": (),
     "planner": (),
     "planning_time": (),
+    "step_time": (),
     "trials": (),
     "bounds": (),
     "offload": (),

@@ -18,7 +18,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import decompose, digits, joint, moving, planner_rows, planning_time, promise, ranks, recovery, trials
+from benchmarks import (
+    decompose,
+    digits,
+    joint,
+    moving,
+    planner_rows,
+    planning_time,
+    promise,
+    ranks,
+    recovery,
+    step_time,
+    trials,
+)
 from ctdr_recipes import demo
 from ctdr_recipes.evaluation.tables import PARTS as EVALUATION
 from ctdr_recipes.evaluation.tables import Evaluation
@@ -36,6 +48,7 @@ PARTS: dict[str, Callable[[str, str], str]] = {
     "ranks": lambda text, _: ranks.table(text),
     "moving": lambda text, part: {"policies": moving.policy_table, "ratios": moving.ratio_table}[part](text),
     "planner": planner_rows.part,
+    "step_time": lambda text, _: step_time.table(text),
     "trials": lambda text, _: trials.table(text),
     "evaluation": lambda text, part: EVALUATION[part](Evaluation.from_json(text)),
 }
