@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from ctdr_lightning.decomposition import Choices
 from ctdr_lightning.joint.budget_fit import BudgetFit
+from ctdr_lightning.joint.metric import MetricLike
 from ctdr_lightning.recovery import Recovery
 from ctdr_lightning.trainer.checkpoints import CompleteFileIO
 from ctdr_lightning.trainer.fit_run import FitRun
@@ -59,6 +60,9 @@ class CTDRCallback(Callback):
             ``"8bit"`` for the device in a quarter of its bytes (rounded), or None for the device.
         optimizer_step: ``"in_backward"`` updates each parameter as its gradient is ready and frees the gradient, with
             the same weights to the bit; None steps after the backward.
+        metric: Where given, ``max_loss`` is the largest drop of it from the dense model's: a metric of torchmetrics,
+            which is given the output and the target of training batches, or a function of the module and a batch that
+            returns a number, higher is better.
 
     Attributes:
         options: The arguments.
@@ -95,12 +99,13 @@ class CTDRCallback(Callback):
         codecs: str | list[str] | None = None,
         optimizer_state: str | None = None,
         optimizer_step: str | None = None,
+        metric: MetricLike | None = None,
     ) -> None:
         super().__init__()
         self.options = CallbackOptions(
             rank, method, select, memory_budget, policy, Recovery.read(recovery), choices, allocate, data, max_slowdown,
             max_loss, retry_on_oom, keep_gradients, over_budget, allow_untested, verbose, offload, disk_folder, codecs,
-            optimizer_state, optimizer_step,
+            optimizer_state, optimizer_step, metric,
         )  # fmt: skip
         self.run = FitRun(self.options)
 

@@ -71,6 +71,11 @@ class RankChooser:
         return Bench(self.model, self._noted, self._evidence, progress=self._progress, flops=self._flops)
 
     @property
+    def judging(self) -> Sequence[Any]:
+        """The batches that candidates are compared on, which nothing is fitted to where there are others."""
+        return self._batches.judging if self._batches is not None else ()
+
+    @property
     def starts(self) -> tuple[Start, ...]:
         """The ways to judge errors that there is evidence for."""
         return self._search.starts

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ctdr_lightning.basics.documents import parse_document, read_record
+from ctdr_lightning.basics.documents import parse_document, plain_of, read_record
 from ctdr_lightning.basics.errors import CheckpointError, ConfigError
 from ctdr_lightning.basics.files import write_text
 from ctdr_lightning.basics.units import format_bytes, format_seconds
@@ -32,6 +32,7 @@ class Considered:
         loss: Measured KL(dense || candidate) in nats; -1 where it was not measured.
         measured_slowdown: Its step in dense steps, timed in turns; 0 where it was not timed.
         outcome: What became of it, in words.
+        metric: Its metric, refined; None where it was not measured.
     """
 
     share: float
@@ -43,6 +44,40 @@ class Considered:
     loss: float
     measured_slowdown: float
     outcome: str
+    metric: float | None = None
+
+
+@dataclass(frozen=True)
+class MetricChange:
+    """What ranks cost in a metric of the user's own, before any training.
+
+    Attributes:
+        name: What the metric is called.
+        dense: The dense model's.
+        chosen: The chosen model's, its factors refined.
+        allowed: How much worse it was allowed to be.
+        n_batches: How many batches it was measured on.
+        higher_is_better: Whether it falls where a model gets worse.
+    """
+
+    name: str
+    dense: float
+    chosen: float
+    allowed: float
+    n_batches: int
+    higher_is_better: bool = True
+
+    @property
+    def drop(self) -> float:
+        """How much worse the chosen model is; below 0 where it is better."""
+        return self.dense - self.chosen if self.higher_is_better else self.chosen - self.dense
+
+    def __str__(self) -> str:
+        batches = "1 batch" if self.n_batches == 1 else f"{self.n_batches} batches"
+        return (
+            f"{self.name} {self.dense:.4f} dense, {self.chosen:.4f} chosen on {batches}: {self.drop:.4f} worse "
+            f"({self.allowed:g} allowed)"
+        )
 
 
 @dataclass(frozen=True)
@@ -114,6 +149,7 @@ class BudgetFit(_Numbers):
         parameters_after: Parameters of the chosen one.
         layers: One row a layer.
         considered: Every candidate that was looked at, in order.
+        metric: What the ranks cost in the metric that was given; None without one.
         search_s: Seconds that the choice took.
     """
 
@@ -121,6 +157,7 @@ class BudgetFit(_Numbers):
     plan: Plan
     layers: tuple[LayerCost, ...] = ()
     considered: tuple[Considered, ...] = ()
+    metric: MetricChange | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -141,6 +178,7 @@ class BudgetFit(_Numbers):
         what = "the dense model" if self.is_dense else f"{len(self.choices.factorized)} layers factorized"
         how = "nothing recomputed" if self.plan.keeps_all else "with recomputation"
         timed = f"{self.measured_slowdown:.2f} dense steps by the clock" if self.measured_slowdown else "not timed"
+        metric = [f"In the metric: {self.metric}."] if self.metric is not None else []
         return [
             f"Chosen{budget}: {what}, {how}.",
             f"Parameters: {self.parameters_before:,} -> {self.parameters_after:,}.",
@@ -150,6 +188,7 @@ class BudgetFit(_Numbers):
             f"Time of a step: dense {format_seconds(self.dense_s)}, chosen {format_seconds(self.seconds)} predicted, "
             f"of it {format_seconds(self.plan.recompute_seconds)} recomputation; {timed}.",
             f"Expected cost: KL {self.loss:.4f} nats to the dense outputs, before any training.",
+            *metric,
             f"{len(self.considered)} candidates were looked at in {self.search_s:.1f} s.",
         ]
 
@@ -163,6 +202,7 @@ class BudgetFit(_Numbers):
         plain |= {field.name: getattr(self, field.name) for field in fields(self)}
         plain |= {"choices": self.choices.to_dict(), "plan": json.loads(self.plan.to_json())}
         plain |= {name: [asdict(row) for row in getattr(self, name)] for name in ("layers", "considered")}
+        plain |= {"metric": plain_of(self.metric)}
         text = json.dumps(plain, indent=1) + "\n"
         if path is not None:
             write_text(path, text)
@@ -178,12 +218,13 @@ class BudgetFit(_Numbers):
         data = parse_document(source, "budget fit", BUDGET_FIT_VERSION)
         try:
             rest = {name: item for name, item in data.items() if name not in ("kind", "version", "choices", "plan")}
-            layers, considered = rest.pop("layers"), rest.pop("considered")
+            layers, considered, metric = rest.pop("layers"), rest.pop("considered"), rest.pop("metric", None)
             return cls(
                 choices=Choices.from_dict(data["choices"]),
                 plan=Plan.from_json(json.dumps(data["plan"])),
                 layers=tuple(read_record(LayerCost, row) for row in layers),
                 considered=tuple(read_record(Considered, row) for row in considered),
+                metric=read_record(MetricChange, metric) if metric is not None else None,
                 **asdict(read_record(_Numbers, rest)),
             )
         except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:

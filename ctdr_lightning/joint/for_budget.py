@@ -20,12 +20,15 @@ from ctdr_lightning.basics.checks import real
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.progress_bar import one_bar, track
 from ctdr_lightning.basics.units import parse_bytes
-from ctdr_lightning.decomposition.choose.batches import first_batches
+from ctdr_lightning.decomposition.choose.batches import first_batches, set_aside
 from ctdr_lightning.decomposition.choose.choices import LayerChoice
 from ctdr_lightning.decomposition.choose.costs import OPTIMIZER_STATES
 from ctdr_lightning.decomposition.choose.select import Layer
 from ctdr_lightning.decomposition.chooser import rank_chooser
-from ctdr_lightning.joint.budget_fit import BudgetFit, LayerCost
+from ctdr_lightning.decomposition.trial import Trial
+from ctdr_lightning.joint.allowance import Allowance, AllowedDrop, AllowedLoss
+from ctdr_lightning.joint.budget_fit import BudgetFit, LayerCost, MetricChange
+from ctdr_lightning.joint.metric import MetricJudge, MetricLike, check_metric
 from ctdr_lightning.joint.pricing import Pricer
 from ctdr_lightning.joint.proposals import DENSE, RESOURCES, SHARES, Proposer
 from ctdr_lightning.joint.search import JointSearch, Limits, PricedChoice
@@ -46,6 +49,7 @@ def fit_to_budget(
     *,
     max_slowdown: float = 1.0,
     max_loss: float | None = None,
+    metric: MetricLike | None = None,
     method: str = "auto",
     select: str | Sequence[str] | None = None,
     optimizer: str | Optimizer = "adam",
@@ -69,6 +73,10 @@ def fit_to_budget(
             ``max_loss``.
         max_slowdown: Longest step, in dense steps.
         max_loss: Largest mean KL of the outputs to the dense model's, in nats, refined; without a budget 0.005.
+        metric: Where given, ``max_loss`` is the largest drop of it from the dense model's, refined. A function of a
+            model in evaluation mode and a batch that returns a number, higher is better, of which the mean over samples
+            is taken; or a metric of torchmetrics, which is given the step's output and the batch's target. It is
+            measured on batches that no factor is fitted to, where there is more than one.
         method: Decomposition method, or ``"auto"``.
         select: Patterns of the layers that may be factorized; None allows all.
         optimizer: Whose state counts as memory: a name such as ``"adam"``, or the optimizer itself.
@@ -93,21 +101,26 @@ def fit_to_budget(
         True
     """
     begin_s = perf_counter()
+    check_metric(metric, max_loss)
     limits = _limits(model, memory_budget, max_slowdown, max_loss)
     drawn = first_batches(batches)
     if not drawn:
         raise ConfigError("batches has no batch.", "Give a data loader, or a list of training batches.")
+    drawn, unseen = set_aside(drawn) if metric is not None else (drawn, [])
     bar = track(count(), "choose ranks", total=1 + len(RESOURCES) * len(SHARES), enabled=progress)
     asked: dict[str, Any] = {"select": select, "method": method, "progress": progress, "flops": _refining_flops(model)}
     chosen_from = rank_chooser(model, drawn, step, **asked)
     with one_bar(progress), chosen_from as chooser:
         with unmoved(model), closing(bar):
+            held_out = [*chooser.judging, *unseen]
+            judge = MetricJudge(metric, model, held_out, step) if metric is not None else None
             beside = beside_bytes if callable(beside_bytes) else lambda _candidate: beside_bytes
             with unmoved(model):  # BatchNorm's statistics are as they were when the batches are looked at
                 pricer = Pricer(model, step, drawn[0], states_per_weight(optimizer), beside)
             forward = partial(_on_batch, step, drawn[0])
             proposer = Proposer(chooser, hurried=pricer.is_long)
-            search = JointSearch(model, forward, pricer, proposer, limits, lambda: next(bar))
+            allowance = _allowance(max_loss, limits, proposer, judge)
+            search = JointSearch(model, forward, pricer, proposer, limits, allowance, lambda: next(bar))
             found = search.run() if given is None else search.given(given.choices)
             if found.trial is not None:
                 for new in found.trial.layers.values():
@@ -117,7 +130,8 @@ def fit_to_budget(
         if found.trial is not None:
             chooser.adopt(found.trial)
         layers = tuple(_layer_cost(layer, found) for layer in chooser.layers)
-    return _fit(found, layers, search, pricer, limits, perf_counter() - begin_s)
+    fit = _fit(found, layers, search, pricer, limits, perf_counter() - begin_s)
+    return fit if judge is None or max_loss is None else replace(fit, metric=_change(judge, found, max_loss))
 
 
 def _refining_flops(model: nn.Module) -> float | None:
@@ -164,10 +178,26 @@ def _limits(
     if max_loss is not None:
         real("max_loss", max_loss, least=0)
     if memory_budget is None:
-        return Limits(None, max_slowdown, USUAL_LOSS if max_loss is None else max_loss)
+        return Limits(None, max_slowdown)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    return Limits(parse_bytes(memory_budget, total_bytes=total), max_slowdown, max_loss)
+    return Limits(parse_bytes(memory_budget, total_bytes=total), max_slowdown)
+
+
+def _allowance(max_loss: float | None, limits: Limits, proposer: Proposer, judge: MetricJudge | None) -> Allowance:
+    if judge is None or max_loss is None:
+        usual = USUAL_LOSS if limits.peak_bytes is None else None
+        return AllowedLoss(usual if max_loss is None else max_loss, proposer.refined)
+    return AllowedDrop(max_loss, proposer.refined, judge, partial(_metric_of, judge, proposer))
+
+
+def _metric_of(judge: MetricJudge, proposer: Proposer, trial: Trial) -> float:
+    return judge.value(proposer.standing(trial), trial.statistics)
+
+
+def _change(judge: MetricJudge, found: PricedChoice, allowed: float) -> MetricChange:
+    chosen = judge.dense if found.row.metric is None else found.row.metric
+    return MetricChange(judge.name, judge.dense, chosen, allowed, judge.n_batches, judge.higher_is_better)
 
 
 def _fit(

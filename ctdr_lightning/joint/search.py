@@ -5,7 +5,7 @@ Along a ladder of shares the loss rises, so each ladder is walked down to its fi
 candidates the one of least measured KL is timed against the dense step in turns, and where it is too slow its ladder
 is walked on. Without a budget each ladder's smallest share whose loss may be allowed is found by halving; from there
 on candidates are planned as long as their peaks fall, and the one of least peak is timed first.
-A loss that is allowed holds for refined factors; only a candidate that would be the answer is refined for it.
+What ranks may cost holds for refined factors (`allowance`); only a candidate that would be the answer is refined.
 Complexity: one fake recording and one plan a candidate, a factorization and a KL for those that fit; without a budget
 about four factorizations and three plans a ladder.
 """
@@ -27,6 +27,7 @@ from ctdr_lightning.basics.progress_bar import doing
 from ctdr_lightning.basics.units import format_bytes, format_roomy
 from ctdr_lightning.decomposition.choose.choices import Choices
 from ctdr_lightning.decomposition.trial import Trial
+from ctdr_lightning.joint.allowance import Allowance
 from ctdr_lightning.joint.budget_fit import Considered
 from ctdr_lightning.joint.pricing import PLANNING_S, Pricer
 from ctdr_lightning.joint.proposals import DENSE, RESOURCES, SHARES, Proposal, Proposer
@@ -43,27 +44,20 @@ from ctdr_lightning.memory.traces.trace import Trace
 # medians of a few pairs spread by 3 %: a step of 1.05 of what is allowed still passes.
 _PREDICTION_ERROR, _CLOCK_ERROR = 1.05, 1.05
 _UNKNOWN_LOSS = -1.0
-# What the loss falls by at most when all factors are refined: .0099 to .0031 nats on C at x16, .0005 to .0002 on V at
-# x6, .52 to .14 on a character GPT at x4.
-_REFINED_GAIN = 4.0
-# Without a budget: so many shares in a row may have a larger peak than the least before a ladder is left; and how much
-# more than the last candidate's refinement the next one's may win.
-_PATIENCE, _GAIN_SPREAD = 2, 1.2
+_PATIENCE = 2  # without a budget so many shares in a row may have a larger peak than the least of their ladder
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What an answer must keep to.
+    """What the step of an answer must keep to.
 
     Attributes:
         peak_bytes: Largest true peak of a step; None asks for the least.
         slowdown: Longest step, in dense steps.
-        loss: Largest KL to the dense outputs, in nats; None for no limit.
     """
 
     peak_bytes: int | None
     slowdown: float
-    loss: float | None
 
 
 @dataclass(frozen=True)
@@ -106,7 +100,8 @@ class JointSearch:
         forward: Gives the loss of a model on the batch that is priced.
         pricer: Prices candidates.
         proposer: Makes them.
-        limits: What the answer must keep to.
+        limits: What the answer's step must keep to.
+        allowance: What its ranks may cost.
         note: Told of each candidate that was looked at.
 
     Attributes:
@@ -120,14 +115,15 @@ class JointSearch:
         pricer: Pricer,
         proposer: Proposer,
         limits: Limits,
+        allowance: Allowance,
         note: Callable[[], object] = lambda: None,
     ) -> None:
         self._model, self._forward = model, forward
-        self._pricer, self._proposer, self._limits, self._note = pricer, proposer, limits, note
+        self._pricer, self._proposer, self._note = pricer, proposer, note
+        self._limits, self._allowance = limits, allowance
         self._limit_s = pricer.dense.seconds * limits.slowdown
         self._least: PricedChoice | None = None
         self._seen: list[object] = []
-        self._gain = _REFINED_GAIN
         self.considered: dict[tuple[float, str], Considered] = {}
 
     def run(self) -> PricedChoice:
@@ -239,31 +235,22 @@ class JointSearch:
                 found = other
             else:
                 trial = self._proposer.exact(found.proposal)
-        found = replace(found, trial=trial).told(loss=trial.divergence)
-        if self._loses_too_much(trial):
-            found = found.told(outcome=f"its loss is over {self._limits.loss:g}")
-        return self.keep(found)
-
-    def _loses_too_much(self, trial: Trial) -> bool:
-        """Whether no refinement can be expected to bring a trial's loss to what is allowed."""
-        return self._limits.loss is not None and trial.divergence > self._gain * self._limits.loss
+        refusal = self._allowance.refusal(trial)
+        return self.keep(replace(found, trial=trial).told(loss=trial.divergence, outcome=refusal))
 
     def _tested(self, found: PricedChoice) -> PricedChoice:
-        """Time a candidate, and hold it against the loss allowed."""
-        if found.trial is not None and self._loses_too_much(found.trial):
-            return found.told(outcome=f"its loss is over {self._limits.loss:g}")
+        """Time a candidate, and hold it against what its ranks may cost."""
+        refusal = self._allowance.refusal(found.trial) if found.trial is not None else ""
+        if refusal:  # by what was learnt since it was judged
+            return found.told(outcome=refusal)
         timed = self.timed(found)
-        return self._within_loss(timed) if timed.may_be else timed
+        return self._settled(timed) if timed.may_be else timed
 
-    def _within_loss(self, found: PricedChoice) -> PricedChoice:
-        """Hold a candidate against the loss allowed: as it is, or else refined, since that is what the user gets."""
-        most, trial = self._limits.loss, found.trial
-        if most is None or trial is None or trial.divergence <= most:
+    def _settled(self, found: PricedChoice) -> PricedChoice:
+        if found.trial is None:
             return found
-        before, trial = trial.divergence, self._proposer.refined(trial)
-        self._gain = min(self._gain, _GAIN_SPREAD * before / max(trial.divergence, 1e-12))
-        found = replace(found, trial=trial).told(loss=trial.divergence)
-        return found if trial.divergence <= most else found.told(outcome=f"its loss is over {most:g}, refined too")
+        trial, outcome, metric = self._allowance.settled(found.trial)
+        return replace(found, trial=trial).told(loss=trial.divergence, metric=metric, outcome=outcome)
 
     def _by_loss(self, dense: PricedChoice) -> Iterator[PricedChoice]:
         """By rising measured loss: the dense model, then of each ladder's next candidate the better one."""
@@ -298,7 +285,7 @@ class JointSearch:
 
     def _may_be_allowed(self, resource: str, share: float) -> bool:
         proposal = self._proposer.propose(share, resource)
-        return proposal is not None and not self._loses_too_much(self._proposer.best(proposal))
+        return proposal is not None and not self._allowance.excludes(self._proposer.best(proposal))
 
     @doing("time")
     def timed(self, found: PricedChoice) -> PricedChoice:
@@ -351,6 +338,7 @@ class JointSearch:
             best = min(fast, key=lambda r: r.seconds)
             slowdown = max(best.measured_slowdown, best.seconds / self._pricer.dense.seconds)
             hint = f"At {slowdown:.2f} dense steps it fits: write max_slowdown={slowdown + 0.05:.2f}."
+        hint = self._allowance.remedy() or hint
         return InfeasibleBudgetError(
             f"No ranks and plan fit {wanted} within {self._limits.slowdown:g} dense steps: the least peak found is "
             f"{format_bytes(row.peak_bytes)}, at {row.share:.0%} of the {row.resource}, where the outputs' KL is "

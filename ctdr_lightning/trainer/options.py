@@ -14,6 +14,7 @@ from ctdr_lightning.basics.units import parse_bytes
 from ctdr_lightning.decomposition import METHODS, Choices
 from ctdr_lightning.decomposition.choose.allocate import RESOURCES
 from ctdr_lightning.decomposition.choose.rank import RankSpec
+from ctdr_lightning.joint.metric import check_metric, name_of
 from ctdr_lightning.memory import POLICIES
 from ctdr_lightning.memory.holders import HOLDERS
 from ctdr_lightning.memory.holders.places import Places
@@ -52,6 +53,7 @@ class CallbackOptions:
     codecs: Any = None
     optimizer_state: str | None = None
     optimizer_step: str | None = None
+    metric: Any = None
 
     def __post_init__(self) -> None:
         self._check_decomposition()
@@ -111,6 +113,9 @@ class CallbackOptions:
             raise ConfigError('rank="auto" needs data.', 'Write data="train", or a share such as rank=0.5.')
         if self.max_loss is not None and not self.fits_budget:
             raise ConfigError(f"max_loss={self.max_loss} bounds the choice of ranks.", 'Write rank="auto" beside it.')
+        if self.metric is not None and not self.fits_budget:
+            raise ConfigError("metric is what max_loss bounds in the choice of ranks.", 'Write rank="auto" beside it.')
+        check_metric(self.metric, self.max_loss)
         if self.allocate == "loss" and self.data is None:
             raise ConfigError('allocate="loss" needs data.', 'Write data="train", or allocate="parameters".')
 
@@ -156,8 +161,12 @@ class CallbackOptions:
 
     def to_dict(self) -> dict[str, Any]:
         """The arguments as primitives."""
-        plain = {name: _plain(getattr(self, name)) for name in self.__dataclass_fields__ if name != "recovery"}
-        return {**plain, "recovery": self.recovery.to_dict() if self.recovery is not None else None}
+        objects = {
+            "recovery": self.recovery.to_dict() if self.recovery is not None else None,
+            "metric": name_of(self.metric) if self.metric is not None else None,
+        }
+        names = [name for name in self.__dataclass_fields__ if name not in objects]
+        return {name: _plain(getattr(self, name)) for name in names} | objects
 
     @classmethod
     def arguments(cls, plain: Any) -> dict[str, Any]:
@@ -171,7 +180,8 @@ class CallbackOptions:
                 "The checkpoint's CTDR options are damaged.",
                 "Write CTDRCallback(...) out, as in the run that saved it.",
             )
-        return dict(plain)
+        lost = {"metric", "max_loss"} if plain.get("metric") is not None else set()  # its name is no metric
+        return {name: value for name, value in plain.items() if name not in lost}
 
 
 def _known(registry: Registry[Any], argument: str, name: Any) -> None:

@@ -80,6 +80,16 @@ def first_batches(data: Iterable[Any], n_batches: int = N_BATCHES) -> list[Any]:
     return drawn
 
 
+def set_aside(drawn: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Batches to choose and refine by, and every second of those beyond the ones that are looked at for candidates.
+
+    Args:
+        drawn: As `first_batches` gave them.
+    """
+    beyond = drawn[_LOOKED_AT:]
+    return [*drawn[:_LOOKED_AT], *beyond[::2]], [*beyond[1::2]]
+
+
 def call(model: nn.Module, batch: Any) -> Any:
     """Run a model on a batch's input: all of a mapping, the first entry of a tuple, or the tensor itself."""
     if isinstance(batch, Mapping):

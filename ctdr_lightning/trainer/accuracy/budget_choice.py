@@ -18,6 +18,7 @@ from ctdr_lightning.decomposition.layers.attention import opened
 from ctdr_lightning.decomposition.report import LayerReport
 from ctdr_lightning.joint.budget_fit import BudgetFit, LayerCost
 from ctdr_lightning.joint.for_budget import fit_to_budget
+from ctdr_lightning.joint.metric import MetricLike, alone, is_torchmetric, name_of
 from ctdr_lightning.recovery.duplicate import duplicate
 from ctdr_lightning.trainer.accuracy.choosing import TrainingData
 from ctdr_lightning.trainer.modules import SMALL_ELEMENTS
@@ -76,7 +77,7 @@ class BudgetChoice(TrainingData):
         self.fit = fit_to_budget(
             double, partial(_loss, self._trainer, step), batches, asked.memory_budget,
             max_slowdown=asked.max_slowdown, max_loss=asked.max_loss, method=asked.method, select=asked.select,
-            optimizer=_optimizer(double), progress=asked.verbose,
+            metric=self._metric(double), optimizer=_optimizer(double), progress=asked.verbose,
             beside_bytes=partial(self._beside_bytes, batches[0][1]),
         )  # fmt: skip
         n_after = sum(parameter.numel() for parameter in double.parameters())
@@ -84,6 +85,14 @@ class BudgetChoice(TrainingData):
         with opened(double):
             staying = staying_weights(double, {row.name: "" for row in rows})
         return Report(rows, n_before, n_after, staying=staying)
+
+    def _metric(self, double: LightningModule) -> MetricLike | None:
+        """The metric as it is called on a copy, without the other ranks."""
+        metric = self._asked.metric
+        if metric is None or is_torchmetric(metric):
+            return metric
+        alone(double)  # a function may use the module's own metrics
+        return _on_module(self._trainer, metric)
 
     def _beside_bytes(self, batch: Any, candidate: nn.Module) -> int:
         copied = _copied_bytes(candidate, batch) if self._asked.retry_on_oom else 0
@@ -97,6 +106,18 @@ def _loss(trainer: Any, step: Callable[[Any, Any], Any], module: LightningModule
     if not isinstance(loss, Tensor):
         raise ConfigError("training_step returned no loss on the first batches.", _HINT)
     return loss
+
+
+def _on_module(trainer: Any, metric: Callable[[Any, Any], Any]) -> MetricLike:
+    """A function of the user's, called with the module and the batch as validation would have them."""
+
+    def measured(module: LightningModule, numbered: tuple[int, Any]) -> Any:
+        module.trainer = trainer
+        with trainer.precision_plugin.val_step_context():
+            return metric(module, numbered[1])
+
+    measured.__name__ = name_of(metric)
+    return measured
 
 
 def _copied_bytes(double: nn.Module, batch: Any) -> int:

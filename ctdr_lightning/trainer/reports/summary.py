@@ -86,4 +86,6 @@ def _bought(facts: RunFacts) -> str:
     )
     paid = f"{fit.measured_slowdown:.2f} of the dense step's time, " if fit.measured_slowdown else ""
     asked = f"The budget of {format_bytes(fit.budget_bytes)}" if fit.budget_bytes else "The choice of ranks and plan"
-    return f"{asked} bought a step at {share:.0%} of the dense peak for {paid}{model} and a KL of {fit.loss:.4f}."
+    metric = f"\nBefore training: {fit.metric}." if fit.metric is not None else ""
+    bought = f"{asked} bought a step at {share:.0%} of the dense peak for {paid}{model} and a KL of {fit.loss:.4f}."
+    return bought + metric

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torchmetrics.classification import MulticlassAccuracy
 
 from ctdr_lightning import CTDRCallback
 from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError
@@ -110,6 +111,72 @@ def test_arguments_that_say_nothing_are_refused():
         CTDRCallback(rank=0.5, max_loss=0.1)
     with pytest.raises(ConfigError, match="max_loss"):
         automatic(max_loss=-1.0)
+
+
+def metric_fit(metric, budget=BUDGET, **options):
+    chosen, callback = module(), automatic(budget, max_loss=0.5, metric=metric)
+    trainer = parts.fit(chosen, callback, max_epochs=1, limit_train_batches=1, **options)
+    return trainer, callback
+
+
+def test_a_torchmetric_bounds_what_the_ranks_cost_and_stays_as_it_is(tmp_path):
+    metric = MulticlassAccuracy(4, average="micro")
+    trainer, callback = metric_fit(metric)
+    found = callback.fit.metric
+    assert (found.name, found.allowed) == ("MulticlassAccuracy", 0.5)
+    assert found.drop <= 0.5
+    assert metric.update_count == 0
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    again = CTDRCallback.from_checkpoint(tmp_path / "one.ckpt")
+    assert again.options.metric is again.options.max_loss is None  # its choices stand; a name is no metric
+    assert callback.options.to_dict()["metric"] == "MulticlassAccuracy"
+
+
+def test_a_function_is_given_the_module_and_the_batch_as_validation_has_them():
+    seen = []
+
+    def right(model, batch):
+        seen.append((type(model).__name__, model.training, model.trainer.max_epochs, len(batch)))
+        return (model(batch[0]).argmax(1) == batch[1]).float().mean()
+
+    callback = metric_fit(right, "1GiB")[1]
+    assert callback.fit.metric.name == "right"
+    assert set(seen) == {("Blobs", False, 1, 2)}
+
+
+def test_opening_and_closing_account_name_the_metric(caplog):
+    callback = automatic("1GiB", max_loss=0.5, metric=MulticlassAccuracy(4), verbose=True)
+    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
+        parts.fit(module(), callback, max_epochs=1, limit_train_batches=1)
+    text = " ".join(" ".join(caplog.messages).split())
+    assert "In the metric: MulticlassAccuracy" in text
+    assert "Before training: MulticlassAccuracy" in text
+    assert "0.0000 worse (0.5 allowed)" in text
+
+
+def test_a_metric_that_fails_stops_before_training():
+    with pytest.raises(ConfigError, match="MulticlassAccuracy cannot be measured"):
+        metric_fit(MulticlassAccuracy(3))
+    with pytest.raises(ConfigError, match="without max_loss"):
+        automatic(metric=MulticlassAccuracy(4))
+    with pytest.raises(ConfigError, match="metric is what max_loss bounds"):
+        CTDRCallback(rank=0.5, metric=MulticlassAccuracy(4))
+
+
+@pytest.mark.slow
+def test_two_ranks_choose_by_a_metric_that_rank_0_measures_alone(tmp_path):
+    def train(folder):
+        torch.manual_seed(parts.rank())
+        metric = MulticlassAccuracy(4, average="micro")
+        trainer, callback = metric_fit(metric, strategy="ddp", devices=2)
+        kept = {"choices": callback.run.surgeon.choices.to_dict(), "weights": trainer.lightning_module.state_dict()}
+        torch.save(kept, folder / f"{trainer.global_rank}.pt")
+
+    assert forks.run(train, tmp_path, ranks=2) == [0, 0]
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert Choices.from_dict(first["choices"]).factorized
+    assert first["choices"] == second["choices"]
+    assert parts.same(first["weights"], second["weights"])
 
 
 @pytest.mark.slow
