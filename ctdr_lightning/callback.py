@@ -63,6 +63,8 @@ class CTDRCallback(Callback):
         metric: Where given, ``max_loss`` is the largest drop of it from the dense model's: a metric of torchmetrics,
             which is given the output and the target of training batches, or a function of the module and a batch that
             returns a number, higher is better.
+        sub_batches: In how many parts each batch runs, one after the other, with the gradients of the whole up to
+            rounding: a number, ``"auto"`` for the fewest that fit ``memory_budget``, or None for the whole batch.
 
     Attributes:
         options: The arguments.
@@ -100,12 +102,13 @@ class CTDRCallback(Callback):
         optimizer_state: str | None = None,
         optimizer_step: str | None = None,
         metric: MetricLike | None = None,
+        sub_batches: int | str | None = None,
     ) -> None:
         super().__init__()
         self.options = CallbackOptions(
             rank, method, select, memory_budget, policy, Recovery.read(recovery), choices, allocate, data, max_slowdown,
             max_loss, retry_on_oom, keep_gradients, over_budget, allow_untested, verbose, offload, disk_folder, codecs,
-            optimizer_state, optimizer_step, metric,
+            optimizer_state, optimizer_step, metric, sub_batches,
         )  # fmt: skip
         self.run = FitRun(self.options)
 

@@ -31,6 +31,7 @@ from ctdr_lightning.trainer.training_step.optimizer_states import OptimizerState
 from ctdr_lightning.trainer.training_step.retry import is_out_of_memory
 from ctdr_lightning.trainer.training_step.step_in_backward import StepInBackward
 from ctdr_lightning.trainer.training_step.step_runner import StepRunner
+from ctdr_lightning.trainer.training_step.sub_batches import SubBatches
 
 
 class FitRun:
@@ -69,6 +70,8 @@ class FitRun:
         self.states = OptimizerStates(options.optimizer_state, options.disk_folder)
         self.in_backward = StepInBackward(asked=options.optimizer_step == "in_backward")
         self.steps = StepRunner(self.in_backward)
+        if options.sub_batches is not None:
+            self.steps.sub_batches = SubBatches(options.sub_batches, self.memory)
         self.monitor = Monitor()
         self.reporter = Reporter(options, self.surgeon, self.memory, self.steps, self.monitor)
         self.randomness = Randomness()
@@ -167,6 +170,8 @@ class FitRun:
 
     def _attach(self, trainer: Trainer, module: LightningModule) -> None:
         self.states.attach(trainer)
+        if self.steps.sub_batches is not None:
+            self.steps.sub_batches.check(trainer, module)
         self.in_backward.attach(trainer, module, keeps_gradients=bool(self._options.keep_gradients))
         if not has_compiled_step(module):
             self.memory.prepare(trainer, module)
@@ -192,6 +197,7 @@ class FitRun:
     def batch_done(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
         """Count the step, and log at the trainer's interval."""
         measured = self.steps.batch_done()
+        self.memory.batch_done()
         if measured is not None:
             self.memory.batch_measured(measured)
         stepped = trainer.global_step > self._steps_before

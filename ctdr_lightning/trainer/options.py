@@ -54,6 +54,7 @@ class CallbackOptions:
     optimizer_state: str | None = None
     optimizer_step: str | None = None
     metric: Any = None
+    sub_batches: int | str | None = None
 
     def __post_init__(self) -> None:
         self._check_decomposition()
@@ -68,6 +69,7 @@ class CallbackOptions:
         if self.optimizer_state not in (None, IN_8_BITS):
             _known(HOLDERS, "optimizer_state", self.optimizer_state)
         self._check_optimizer_step()
+        self._check_sub_batches()
         for name in ("retry_on_oom", "allow_untested", "verbose"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is no truth value.", "Write True or False.")
@@ -90,6 +92,34 @@ class CallbackOptions:
                 "that waits elsewhere is brought back a chunk of parameters at a time, after the backward.",
                 "Leave one of the two out.",
             )
+
+    def _check_sub_batches(self) -> None:
+        asked = self.sub_batches
+        if asked is None:
+            return
+        if asked != "auto" and (isinstance(asked, bool) or not isinstance(asked, int) or asked < 1):
+            raise ConfigError(f"sub_batches={asked!r} is no number of sub-batches.", 'Write 4, "auto" or None.')
+        if asked == "auto" and self.memory_budget is None:
+            raise ConfigError('sub_batches="auto" needs a budget to fit.', "Give memory_budget, or a number.")
+        reason = self.cuts_hindrance(asked)
+        if reason:
+            raise ConfigError(f"sub_batches={asked!r} cannot be: {reason}.", "Leave one of the two out.")
+
+    def cuts_hindrance(self, asked: int | str) -> str:
+        """Which other argument stands in the way of ``sub_batches``; empty where none does.
+
+        Args:
+            asked: How many sub-batches there are to be.
+        """
+        if self.optimizer_step is not None:
+            return f"optimizer_step={self.optimizer_step!r} updates each parameter after its first gradient"
+        if self.keep_gradients:
+            return "keep_gradients=True asks for gradients that the first sub-batch replaces"
+        if self.fits_budget:
+            return 'rank="auto" chooses ranks with which the whole batch fits'
+        if asked == "auto" and self.recovery is not None and self.recovery.distill:
+            return "recovery.distill runs a teacher beside the step, whose bytes cannot be told beforehand"
+        return ""
 
     def _check_decomposition(self) -> None:
         if self.rank is None or self.fits_budget:

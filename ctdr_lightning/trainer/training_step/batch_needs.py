@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ctdr_lightning.memory import Trace, simulate
+from ctdr_lightning.basics.errors import InfeasibleBudgetError
+from ctdr_lightning.memory import Trace, plan, simulate
+from ctdr_lightning.memory.bounds.lower_bound import floor_bytes
 from ctdr_lightning.memory.traces.trace import StorageRecord
 from ctdr_lightning.trainer.training_step.optimizer_bytes import OptimizerBytes
 
@@ -51,6 +53,12 @@ class BatchNeeds:
         """What a batch takes after its backward, while the optimizer steps."""
         return self.end_bytes + (0 if self.in_backward else self.optimizer.temporary)
 
+    @property
+    def least_bytes(self) -> int:
+        """Below what no plan of the batch goes, found without one."""
+        moves = bool(self.step.links or self.step.codecs)  # the floor holds for recomputation alone
+        return max(self.rest_bytes, 0 if moves else floor_bytes(self.standing))
+
     def stepping_inside(self, sizes: Iterable[int], optimizer: OptimizerBytes) -> BatchNeeds:
         """The same batch with its parameters updated inside the backward.
 
@@ -60,6 +68,31 @@ class BatchNeeds:
         """
         step = _gradients_freed(self.step, sizes)
         return replace(self, step=step, optimizer=optimizer, in_backward=True, kept_bytes=0)
+
+    def adding(self, sizes: list[int]) -> BatchNeeds:
+        """The same batch where its gradients are added to others that stand.
+
+        Args:
+            sizes: Bytes of each parameter that is trained.
+        """
+        return replace(self, step=_gradients_freed(self.step, sizes).with_static(sum(sizes)), kept_bytes=0)
+
+
+def planned_peak_bytes(needs: BatchNeeds, budget_bytes: int, policy: str) -> int:
+    """The peak of a batch under its best plan; more than the budget where none fits.
+
+    Args:
+        needs: The batch.
+        budget_bytes: The budget.
+        policy: The memory policy's name.
+    """
+    least = needs.least_bytes
+    if least > budget_bytes:
+        return least
+    try:
+        return max(least, plan(needs.standing, budget_bytes, policy).peak_bytes)
+    except InfeasibleBudgetError as error:
+        return max(error.least_peak_bytes, budget_bytes + 1)
 
 
 def forward_ticks(trace: Trace) -> int:

@@ -25,11 +25,15 @@ from ctdr_lightning.trainer.modules import overrides
 from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.training_step.batch_meter import BatchMeter
 from ctdr_lightning.trainer.training_step.batch_needs import BatchNeeds, forward_ticks
+from ctdr_lightning.trainer.training_step.batch_parts import n_samples
 from ctdr_lightning.trainer.training_step.device import allocated_peak_bytes, tensors_of
 from ctdr_lightning.trainer.training_step.gradient_readers import gradient_reader
 from ctdr_lightning.trainer.training_step.optimizer_bytes import OptimizerBytes, predict
 from ctdr_lightning.trainer.training_step.remedies import Remedies, optimizer_does_not_fit
 from ctdr_lightning.trainer.training_step.resident import local_bytes, state_bytes
+from ctdr_lightning.trainer.training_step.snapshot import OPTIMIZERS, Snapshot
+from ctdr_lightning.trainer.training_step.sub_batch_checks import batch_norm_of, sub_batch_hindrance
+from ctdr_lightning.trainer.training_step.sub_batch_peaks import SubBatchPeaks
 
 # Each retry has a fifth less than the last: in the slow tests under a hard cap one retry is enough.
 TIGHTER = 0.8
@@ -68,6 +72,7 @@ class MemoryStage:
         self._places = Places()
         self._machine: tuple[list[Link], list[CodecCost]] | None = None
         self._holders = self._places.holders()
+        self._inputs: Any = None
 
     @property
     def last_plan(self) -> Plan | None:
@@ -106,7 +111,7 @@ class MemoryStage:
         self._optimizer = replace(found, state=max(found.state, self._state_bytes))
         reader = gradient_reader(module, trainer.callbacks) if self._options.keep_gradients is None else ""
         if reader:
-            self._say(f"{reader} reads gradients before the backward: those of the last step are kept until then")
+            self.say(f"{reader} reads gradients before the backward: those of the last step are kept until then")
         keeps = self._options.keep_gradients or bool(reader) or overrides(module, "optimizer_zero_grad")
         trained = (p for p in module.parameters() if p.requires_grad)
         self._kept_bytes = local_bytes(trained) if keeps and module.automatic_optimization else 0
@@ -117,18 +122,15 @@ class MemoryStage:
         self.session.static_bytes = local_bytes((*module.parameters(), *module.buffers())) + self._optimizer.state
         self.session.replan(self._plan)
 
-    def _say(self, event: str) -> None:
+    def say(self, event: str) -> None:
+        """Add an event, in words without a full stop; twice is once."""
         if self.session is not None and event not in self._said:
             self._said.add(event)
             self.session.events.append(f"{event}.")
 
     def _plan(self, trace: Trace) -> Plan:
         """The plan of this process alone: results do not depend on plans, and no process waits for another's."""
-        self._machine = self._machine or self._places.measured()
-        needs = BatchNeeds(
-            trace.with_machine(*self._machine), self._optimizer, self._steps_in_backward, self._kept_bytes,
-            self._copied_bytes,
-        )  # fmt: skip
+        needs = self._batch_needs(trace, self._kept_bytes, self._copied_bytes)
         self.rest_peak_bytes = needs.rest_bytes
         if self._budget_bytes is not None and needs.rest_bytes > self._budget_bytes:
             self._refuse(self._too_large(needs))
@@ -140,6 +142,46 @@ class MemoryStage:
             made = plan(needs.standing, Budget(seconds=math.inf))  # the least peak at any time
         self._n_planned += 1
         return made
+
+    def _batch_needs(self, trace: Trace, kept_bytes: int, copied_bytes: int) -> BatchNeeds:
+        self._machine = self._machine or self._places.measured()
+        trace = trace.with_machine(*self._machine)
+        return BatchNeeds(trace, self._optimizer, self._steps_in_backward, kept_bytes, copied_bytes)
+
+    @property
+    def limits(self) -> Hashable:
+        """What the number of sub-batches hangs on besides the batch."""
+        return self._budget_bytes, self._optimizer
+
+    def fewest_sub_batches(self, inputs: Any) -> int:
+        """In how few sub-batches a batch fits the budget; where it never does, as many as it has samples.
+
+        Args:
+            inputs: The arguments of the step, the batch first.
+
+        Raises:
+            ConfigError: When that cannot be told.
+        """
+        with one_bar(self._shown), doing("count sub-batches"):
+            return self._sub_batch_peaks(inputs).fewest() or n_samples(inputs[0][0])
+
+    def _sub_batch_peaks(self, inputs: Any) -> SubBatchPeaks:
+        assert self._module is not None
+        assert self._budget_bytes is not None
+        trainer: Any = self._module.trainer
+
+        def needs_of(trace: Trace, inputs: Any) -> BatchNeeds:
+            return self._batch_needs(trace, 0, self._copies_of(inputs))
+
+        return SubBatchPeaks(trainer, self._module, inputs, needs_of, self._budget_bytes, self._options.policy)
+
+    def _copies_of(self, inputs: Any) -> int:
+        """Bytes of the copies that will stand beside a step, with the room that `copies` gives them."""
+        if not self._options.retry_on_oom or self._module is None:
+            return 0
+        roots = {"module": self._module, "batch": inputs, OPTIMIZERS: self._module.trainer.optimizers}
+        n_bytes = Snapshot(roots, set()).copied_bytes
+        return n_bytes + n_bytes // 8
 
     @property
     def _shown(self) -> bool:
@@ -176,7 +218,14 @@ class MemoryStage:
     def _remedies(self, needs: BatchNeeds) -> Remedies:
         assert self._module is not None
         assert self._budget_bytes is not None
-        return Remedies(self._module.trainer, self._module, self._options, needs, self._budget_bytes)
+        cut = self._sub_batch_peaks(self._inputs) if self._may_cut(self._module) else None
+        return Remedies(self._module.trainer, self._module, self._options, needs, self._budget_bytes, cut)
+
+    def _may_cut(self, module: LightningModule) -> bool:
+        """Whether the batch of the present step could run as sub-batches, and does not."""
+        if self._inputs is None or self._options.cuts_hindrance("auto") or self._options.sub_batches is not None:
+            return False
+        return not (batch_norm_of(module) or sub_batch_hindrance(module.trainer, module))
 
     def _least_bytes(self, trace: Trace) -> int:
         """The least peak of forward and backward; where they fit beside the optimizer's step, that one's."""
@@ -231,7 +280,7 @@ class MemoryStage:
         trainer: Any = self._module.trainer
         return allocated_peak_bytes(trainer.strategy.root_device)
 
-    def make_ready(self, inputs: Any, kind_of: Callable[[bool], Hashable]) -> tuple[int, bool]:
+    def make_ready(self, inputs: Any, kind_of: Callable[[bool], Hashable], later: bool = False) -> tuple[int, bool]:
         """Before a step: free the last step's gradients where the plan needs their bytes.
 
         Lightning frees them after the forward, before the backward.
@@ -239,6 +288,7 @@ class MemoryStage:
         Args:
             inputs: The arguments of the step.
             kind_of: The step's signature, from whether its backward adds to gradients that stand.
+            later: Whether it is a later part of a batch, so that the gradients of the parts before stand.
 
         Returns:
             Bytes of the batch and of the gradients that stay, and whether the backward will add to these.
@@ -248,16 +298,23 @@ class MemoryStage:
             return 0, False
         trainer: Any = module.trainer
         gradients = local_bytes(p.grad for p in module.parameters() if p.grad is not None)
-        fresh = module.automatic_optimization and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+        fresh = (
+            not later
+            and module.automatic_optimization
+            and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+        )
         if gradients and fresh and not self._kept_bytes and self._needs(gradients, kind_of(False)):
-            self._say(
+            self.say(
                 f"The gradients of the last step ({format_bytes(gradients)}) are freed before the forward, as the plan "
                 "needs their bytes; keep_gradients=True keeps them"
             )
             for optimizer in trainer.optimizers:
                 optimizer.zero_grad(set_to_none=True)
             gradients = local_bytes(p.grad for p in module.parameters() if p.grad is not None)
-        return gradients + local_bytes(tensors_of(inputs)), gradients > 0 and not fresh
+        adds = gradients > 0 and not fresh
+        planned = self.session is None or self.session.plan_of(kind_of(adds)) is not None
+        self._inputs = None if planned else inputs
+        return gradients + local_bytes(tensors_of(inputs)), adds
 
     def copies(self, n_bytes: int) -> None:
         """Before a step: so many bytes of copies stand beside it, until its backward is over; plan for them.
@@ -300,11 +357,15 @@ class MemoryStage:
             self._rest_measured = True
             temporary = measured.rest_bytes - max(self._state_bytes - before, 0)
             if temporary > found.temporary + _NEGLIGIBLE_BYTES:
-                self._say(f"After the backward a batch takes {format_bytes(temporary)} more for a while")
+                self.say(f"After the backward a batch takes {format_bytes(temporary)} more for a while")
                 found = replace(found, temporary=temporary)
         if found != self._optimizer:
             self._optimizer = found
             self._set_static(self._module)
+
+    def batch_done(self) -> None:
+        """A batch is over: nothing of it is needed any more."""
+        self._inputs = None
 
     def batch_measured(self, measured: BatchMeter) -> None:
         """Notice a batch that took more than the budget and than its plan says."""
@@ -315,7 +376,7 @@ class MemoryStage:
 
     def release(self) -> None:
         """Leave everything that is installed."""
-        self._module = None
+        self._module = self._inputs = None
         if self.session is not None:
             self.session.abort()
         self._holders.close()

@@ -11,17 +11,16 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
-from ctdr_lightning.basics.errors import InfeasibleBudgetError
+from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError
 from ctdr_lightning.basics.units import format_bytes, format_roomy
-from ctdr_lightning.memory import plan
-from ctdr_lightning.memory.bounds.lower_bound import floor_bytes
 from ctdr_lightning.memory.helpful_places import place_that_fits
 from ctdr_lightning.memory.holders.optimizer_state import state_away_of
 from ctdr_lightning.trainer.options import CallbackOptions
-from ctdr_lightning.trainer.training_step.batch_needs import BatchNeeds
+from ctdr_lightning.trainer.training_step.batch_needs import BatchNeeds, planned_peak_bytes
 from ctdr_lightning.trainer.training_step.optimizer_bytes import elsewhere, leaner, predict_inside
 from ctdr_lightning.trainer.training_step.resident import local_bytes
 from ctdr_lightning.trainer.training_step.step_in_backward import hindrance
+from ctdr_lightning.trainer.training_step.sub_batch_peaks import SubBatchPeaks
 
 # As for a budget that is asked for: 1 % to spare.
 _ROOM = 1.01
@@ -34,10 +33,12 @@ class Remedy:
     Attributes:
         words: What to write.
         peak_bytes: What a batch takes with it.
+        how: What is to be known besides.
     """
 
     words: str
     peak_bytes: int
+    how: str = ""
 
 
 class Remedies:
@@ -49,13 +50,20 @@ class Remedies:
         options: The callback's.
         needs: The batch, as it is.
         budget_bytes: The budget.
+        sub_batches: What the batch takes in sub-batches; None where it cannot be cut.
     """
 
     def __init__(
-        self, trainer: Any, module: LightningModule, options: CallbackOptions, needs: BatchNeeds, budget_bytes: int
+        self,
+        trainer: Any,
+        module: LightningModule,
+        options: CallbackOptions,
+        needs: BatchNeeds,
+        budget_bytes: int,
+        sub_batches: SubBatchPeaks | None = None,
     ) -> None:
         self._trainer, self._module, self._options = trainer, module, options
-        self._needs, self._budget_bytes = needs, budget_bytes
+        self._needs, self._budget_bytes, self._sub_batches = needs, budget_bytes, sub_batches
 
     def nearest(self, least_bytes: int) -> str:
         """The first change that makes the batch fit, with its figure; empty where none does.
@@ -65,7 +73,7 @@ class Remedies:
         """
         for found in self._each(least_bytes):
             if found.peak_bytes <= self._budget_bytes:
-                return f"use {found.words}, with which it takes {format_bytes(found.peak_bytes)}"
+                return f"use {found.words}, with which it takes {format_bytes(found.peak_bytes)}{found.how}"
         return ""
 
     def lower_rank(self, least_bytes: int) -> str:
@@ -84,6 +92,7 @@ class Remedies:
         yield from self._step_inside(least_bytes)
         yield from self._state_elsewhere(least_bytes)
         yield from self._places()
+        yield from self._in_sub_batches()
 
     def _settings(self, least_bytes: int) -> Iterator[Remedy]:
         if not self._needs.in_backward:
@@ -122,17 +131,19 @@ class Remedies:
                 argument, value, peak_bytes = found
                 yield Remedy(f"CTDRCallback(..., {argument}={value!r})", max(peak_bytes, self._needs.rest_bytes))
 
-    def _planned(self, needs: BatchNeeds) -> int:
-        """The peak of a batch under its best plan; more than the budget where none fits."""
-        trace = needs.standing
-        moves = bool(trace.links or trace.codecs)
-        least = max(needs.rest_bytes, 0 if moves else floor_bytes(trace))
-        if least > self._budget_bytes:
-            return least
+    def _in_sub_batches(self) -> Iterator[Remedy]:
+        if self._needs.rest_bytes > self._budget_bytes or self._sub_batches is None:
+            return
         try:
-            return max(least, plan(trace, self._budget_bytes, self._options.policy).peak_bytes)
-        except InfeasibleBudgetError as error:
-            return max(error.least_peak_bytes, self._budget_bytes + 1)
+            number = self._sub_batches.fewest(whole=False)
+        except ConfigError:  # a batch that cannot be cut, or a step that needs values
+            return
+        if number:
+            peak_bytes = self._sub_batches.peak_bytes(number)
+            yield Remedy("CTDRCallback(..., sub_batches='auto')", peak_bytes, f" in {number} sub-batches")
+
+    def _planned(self, needs: BatchNeeds) -> int:
+        return planned_peak_bytes(needs, self._budget_bytes, self._options.policy)
 
 
 def optimizer_does_not_fit(

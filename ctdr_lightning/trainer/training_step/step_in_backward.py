@@ -159,13 +159,18 @@ def hindrance(trainer: Any, module: LightningModule, *, keeps_gradients: bool) -
         module: The model.
         keeps_gradients: Whether the gradients of a step are asked for in the next one.
     """
-    for reason in (_run_hindrance(trainer, module), _optimizer_hindrance(trainer), _code_hindrance(trainer, module)):
+    asked = (
+        loop_hindrance(trainer, module), _run_hindrance(trainer), _optimizer_hindrance(trainer),
+        _code_hindrance(trainer, module),
+    )  # fmt: skip
+    for reason in asked:
         if reason:
             return reason
     return "keep_gradients=True asks for gradients that are freed as they come" if keeps_gradients else ""
 
 
-def _run_hindrance(trainer: Any, module: LightningModule) -> str:
+def loop_hindrance(trainer: Any, module: LightningModule) -> str:
+    """Why a batch is not one forward, one backward and one step of this process alone; empty where it is."""
     if not module.automatic_optimization:
         return "under manual optimization the module itself says when its optimizers step"
     if not is_on_one_device(trainer.strategy):
@@ -174,11 +179,15 @@ def _run_hindrance(trainer: Any, module: LightningModule) -> str:
         return f"accumulate_grad_batches={trainer.accumulate_grad_batches} adds gradients up over several backwards"
     if any(kind.__name__ == _ADDS_UP for callback in trainer.callbacks for kind in type(callback).__mro__):
         return f"{_ADDS_UP} adds gradients up over several backwards"
+    return "the module is compiled, its step included" if has_compiled_step(module) else ""
+
+
+def _run_hindrance(trainer: Any) -> str:
     if trainer.gradient_clip_val:
         return f"gradient_clip_val={trainer.gradient_clip_val} needs all gradients before the first update"
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         return f"precision={trainer.precision!r} scales the loss, and looks at all gradients before the first update"
-    return "the module is compiled, its step included" if has_compiled_step(module) else ""
+    return ""
 
 
 def _optimizer_hindrance(trainer: Any) -> str:

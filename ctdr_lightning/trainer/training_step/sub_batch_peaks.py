@@ -1,0 +1,120 @@
+"""What a batch takes where it runs as several sub-batches: one of them is recorded on fake tensors, and planned.
+
+The sub-batch size is chosen as moDNN chooses it (Chen et al., DATE 2018): the largest whose working set fits the
+budget, so the fewest sub-batches, and gradients that are those of the whole batch. Left out: another size for each
+layer, and convolution algorithms by their workspace, which the libraries choose; moDNN's transfers are `offload=`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from ctdr_lightning.basics.errors import ConfigError, first_line
+from ctdr_lightning.memory import Trace, record_fake
+from ctdr_lightning.memory.largest_batch import largest
+from ctdr_lightning.trainer.fake_trainer import attach_fake_trainer
+from ctdr_lightning.trainer.randomness import isolated
+from ctdr_lightning.trainer.training_step.batch_needs import BatchNeeds, planned_peak_bytes
+from ctdr_lightning.trainer.training_step.batch_parts import n_samples, parts_of
+from ctdr_lightning.trainer.training_step.retry import loss_of
+
+# As for a budget that is asked for: 1 % to spare.
+_ROOM = 1.01
+
+
+class SubBatchPeaks:
+    """The peaks of one batch by the number of its sub-batches; each is found once.
+
+    Args:
+        trainer: In training.
+        module: The model.
+        inputs: The arguments of its step, the batch first.
+        needs_of: From a recorded step and its arguments to all that a batch takes.
+        budget_bytes: The budget.
+        policy: The memory policy's name.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        module: LightningModule,
+        inputs: tuple[tuple[Any, ...], dict[str, Any]],
+        needs_of: Callable[[Trace, Any], BatchNeeds],
+        budget_bytes: int,
+        policy: str,
+    ) -> None:
+        self._trainer, self._module, self._inputs = trainer, module, inputs
+        self._needs_of, self._limit_bytes, self._policy = needs_of, int(budget_bytes / _ROOM), policy
+        self._peaks: dict[int, int] = {}
+        self._known: dict[int, BatchNeeds] = {}
+
+    def peak_bytes(self, number: int) -> int:
+        """The peak in so many sub-batches, under the best plan; more than the budget where none fits.
+
+        Args:
+            number: How many; 1 is the whole batch.
+
+        Raises:
+            ConfigError: When the batch cannot be cut, or the step not be recorded on fake tensors.
+        """
+        if number not in self._peaks:
+            self._peaks[number] = planned_peak_bytes(self._needs(number), self._limit_bytes, self._policy)
+        return self._peaks[number]
+
+    def fewest(self, *, whole: bool = True) -> int:
+        """The smallest number of sub-batches that fits the budget; 0 where none does.
+
+        Args:
+            whole: Whether the whole batch may be the answer.
+
+        Raises:
+            ConfigError: As for `peak_bytes`.
+        """
+        if whole and self._fits(1):
+            return 1
+        most = n_samples(self._inputs[0][0])
+        # plans take seconds where they are tight: what no plan can do is left out before
+        least = largest(lambda number: self._needs(number).least_bytes > self._limit_bytes, 1, most) + 1
+        number = least + largest(lambda more: not self._fits(least - 1 + more), 0, most - least + 1)
+        return number if number <= most else 0
+
+    def _fits(self, number: int) -> bool:
+        return self.peak_bytes(number) <= self._limit_bytes
+
+    def _needs(self, number: int) -> BatchNeeds:
+        if number not in self._known:
+            self._known[number] = self._looked_at(number)
+        return self._known[number]
+
+    def _looked_at(self, number: int) -> BatchNeeds:
+        (batch, *more), named = self._inputs
+        inputs = ((parts_of(batch, number)[0].batch, *more), named)
+        needs = self._needs_of(self._recorded(inputs), inputs)
+        if number == 1:
+            return needs
+        return needs.adding([p.nbytes for p in self._module.parameters() if p.requires_grad])
+
+    def _recorded(self, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Trace:
+        try:
+            with isolated():
+                return record_fake(self._module, inputs, self._step)
+        except Exception as error:  # the user's step may raise anything where there are no values
+            raise ConfigError(
+                f"What a sub-batch takes cannot be told beforehand: {first_line(error)}.",
+                "Give a number, such as sub_batches=4.",
+            ) from error
+
+    def _step(self, twin: Any, inputs: Any) -> Tensor:
+        attach_fake_trainer(twin)
+        twin.trainer = self._trainer
+        args, kwargs = inputs
+        with self._trainer.precision_plugin.train_step_context():
+            # the module's own step is wrapped on the instance, and the copy has that wrapper
+            loss = loss_of(type(twin).training_step(twin, *args, **kwargs))
+        if loss is None:
+            raise ConfigError("training_step returned no loss.", "Return one.")
+        return loss
