@@ -28,6 +28,7 @@ def test_the_page_has_its_four_parts():
     assert len(BLOCKS) == 4
 
 
+@pytest.mark.slow
 def test_the_network_is_smaller_and_learned(done):
     names, _ = done
     assert names["trainer"].callback_metrics["val/acc"] > 0.9
@@ -35,6 +36,7 @@ def test_the_network_is_smaller_and_learned(done):
     assert small < 0.4 * dense
 
 
+@pytest.mark.slow
 def test_the_step_stays_within_the_budget_that_the_page_names(done):
     _, folder = done
     (run,) = read_runs(folder / "lightning_logs")
@@ -46,6 +48,7 @@ def test_the_step_stays_within_the_budget_that_the_page_names(done):
     assert not run.plan.keeps_all
 
 
+@pytest.mark.slow
 def test_the_report_is_where_the_page_looks_for_it(done):
     _, folder = done
     assert len(list((folder / "lightning_logs").rglob("report.html"))) == 1

@@ -184,6 +184,7 @@ def large():
     return data(5 * ROWS, ROWS)
 
 
+@pytest.mark.slow
 def test_the_error_names_it_and_the_budget_holds_with_it():
     budget = "4MiB"
     with pytest.raises(InfeasibleBudgetError) as caught:
@@ -233,6 +234,7 @@ class NeedsValues(Deep):
         return super().training_step(batch, index) * (1 if batch[0].sum().item() else 2)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_looked_ahead_is_said():
     with pytest.raises(ConfigError, match=r"cannot be told beforehand.*\nHINT: Give a number"):
         fit(NeedsValues(), memory_budget="4MiB", loader=large(), sub_batches="auto")
