@@ -164,26 +164,11 @@ def test_a_metric_that_fails_stops_before_training():
 
 
 @pytest.mark.slow
-def test_two_ranks_choose_by_a_metric_that_rank_0_measures_alone(tmp_path):
+@pytest.mark.parametrize("options", [{}, {"max_loss": 0.5, "metric": MulticlassAccuracy(4)}], ids=["loss", "metric"])
+def test_two_ranks_train_the_layers_and_factors_that_rank_0_chose(tmp_path, options):
     def train(folder):
         torch.manual_seed(parts.rank())
-        metric = MulticlassAccuracy(4, average="micro")
-        trainer, callback = metric_fit(metric, strategy="ddp", devices=2)
-        kept = {"choices": callback.run.surgeon.choices.to_dict(), "weights": trainer.lightning_module.state_dict()}
-        torch.save(kept, folder / f"{trainer.global_rank}.pt")
-
-    assert forks.run(train, tmp_path, ranks=2) == [0, 0]
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
-    assert Choices.from_dict(first["choices"]).factorized
-    assert first["choices"] == second["choices"]
-    assert parts.same(first["weights"], second["weights"])
-
-
-@pytest.mark.slow
-def test_two_ranks_train_the_layers_and_factors_that_rank_0_chose(tmp_path):
-    def train(folder):
-        torch.manual_seed(parts.rank())
-        chosen, callback = module(), automatic()
+        chosen, callback = module(), automatic(**options)
         trainer = parts.fit(chosen, callback, strategy="ddp", devices=2, max_epochs=1)
         kept = {"choices": callback.run.surgeon.choices.to_dict(), "weights": chosen.state_dict()}
         kept["peak"] = callback.run.memory.session.plan.peak_bytes
