@@ -9,7 +9,7 @@ from ctdr_lightning.basics.devices import memory_bytes_here
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.units import as_given, parse_bytes
 from ctdr_lightning.memory.allocator.reserved import expandable_segments, runs_within
-from ctdr_lightning.memory.bounds.lower_bound import lower_bound_seconds
+from ctdr_lightning.memory.bounds.lower_bound import sharp_bound_seconds
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.policies import POLICIES, Budget
 from ctdr_lightning.memory.policies.registry import Choose, Policy, policy_of
@@ -62,7 +62,7 @@ def plan(
         made = _served(step, made, limits, chosen)
     limit = limits.peak_bytes if limits.peak_bytes is not None else made.peak_bytes
     # The bound is on recomputation. A plan that puts values away can be faster; only the plain step bounds that.
-    bound_s = step.trace.seconds if made.away else lower_bound_seconds(step, limit)
+    bound_s = step.trace.seconds if made.away else sharp_bound_seconds(step, limit)
     return replace(made, bound_seconds=bound_s)
 
 

@@ -34,6 +34,7 @@ class LinearProgram:
         self.limits: list[float] = []
         self._costs: list[float] = []
         self._lowest: list[float] = []
+        self._highest: list[float] = []
         self._whole: list[bool] = []
         self._rows: list[int] = []
         self._columns: list[int] = []
@@ -49,8 +50,22 @@ class LinearProgram:
         """
         self._costs.append(cost)
         self._lowest.append(float(fixed))
+        self._highest.append(1.0)
         self._whole.append(whole)
         return len(self._costs) - 1
+
+    @property
+    def n_variables(self) -> int:
+        """How many variables there are."""
+        return len(self._costs)
+
+    def forbid(self, variable: int) -> None:
+        """Say that a variable must be 0."""
+        self._highest[variable] = 0.0
+
+    def is_forbidden(self, variable: int) -> bool:
+        """Whether a variable must be 0."""
+        return self._highest[variable] == 0.0
 
     def at_most(self, terms: Terms, limit: float) -> int:
         """Add a constraint; returns its index in ``limits``."""
@@ -69,9 +84,9 @@ class LinearProgram:
         """
         if not self._costs:
             return self._empty()
-        matrix, costs, lowest = self._matrix(), np.array(self._costs), np.array(self._lowest)
-        limits = np.array(self.limits)
-        bounds = np.column_stack([lowest, np.ones_like(lowest)])
+        matrix, costs, limits = self._matrix(), np.array(self._costs), np.array(self.limits)
+        lowest, highest = np.array(self._lowest), np.array(self._highest)
+        bounds = np.column_stack([lowest, highest])
         found = linprog(costs, A_ub=matrix, b_ub=limits, bounds=bounds, method="highs")
         if found.status == 2:
             return None
@@ -79,7 +94,7 @@ class LinearProgram:
             return Solution(float(costs @ lowest), lowest, float("inf"))
         prices = np.maximum(-found.ineqlin.marginals, 0)
         reduced = costs + matrix.T @ prices
-        bound = np.where(reduced > 0, reduced * lowest, reduced).sum() - limits @ prices
+        bound = np.where(reduced > 0, reduced * lowest, reduced * highest).sum() - limits @ prices
         return Solution(float(bound), found.x, float(found.fun))
 
     def solve(self, time_limit_s: float, gap: float = 1e-4, n_nodes: int | None = None) -> Solution | None:
@@ -96,7 +111,7 @@ class LinearProgram:
         found = milp(
             np.array(self._costs),
             constraints=LinearConstraint(self._matrix(), -np.inf, np.array(self.limits)),
-            bounds=Bounds(np.array(self._lowest), 1.0),
+            bounds=Bounds(np.array(self._lowest), np.array(self._highest)),
             integrality=np.array(self._whole, dtype=int),
             options={"time_limit": max(time_limit_s, 0.1), "mip_rel_gap": gap, **nodes},
         )

@@ -1,19 +1,18 @@
 """What no plan can beat: a lower bound on seconds at a budget, and the floor of memory.
 
 Both hold for every plan of the tape that keeps and recomputes, at tensor granularity; offload and compression are not
-covered. The bound is the relaxation of the staged program (see ``staged``), which is Checkmate's (Jain et al., MLSys
-2020) with bytes limited at a few ticks. One tick, where the plain step is highest, gives most of it: what is not held
-there must be made again at least once, from what is held. So it takes 0.2 s for ResNet-50, whose full tableau has a
-million rows; near linear in ops. With that tick alone the program is nearly a knapsack, which is solved in whole
-numbers too: where few large tensors fit, half a tensor more or less is most of the distance to the best plan.
+covered. The bound is the relaxation of the staged program (see ``staged_program``), which is Checkmate's (Jain et al.,
+MLSys 2020) with bytes limited at a few ticks. One tick, where the plain step is highest, gives most of it: what is not
+held there must be made again at least once, from what is held. So it takes 0.2 s for ResNet-50, whose full tableau has
+a million rows; near linear in ops. With that tick alone the program is nearly a knapsack, which is solved in whole
+numbers too: where few large tensors fit, half a tensor more or less is most of the distance to the best plan. Where
+more ticks bind, ``auto`` goes on in rounds (see ``rounds``), which raise the bound and bring plans.
 """
 
 from __future__ import annotations
 
-import numpy as np
-
-from ctdr_lightning.memory.bounds.linear_program import Solution
-from ctdr_lightning.memory.bounds.staged_program import Lives, StagedProgram, choose_ticks, lives_of
+from ctdr_lightning.memory.bounds.rounds import rounds_of
+from ctdr_lightning.memory.bounds.staged_program import StagedProgram, choose_ticks, least_bytes_at, lives_of
 from ctdr_lightning.memory.simulator.prepared import Prepared, prepared
 from ctdr_lightning.memory.traces.trace import Trace
 
@@ -24,11 +23,6 @@ TICKS = (1, 4, 16)
 MANY_VARIABLES = 5000
 # Share of a step; more ticks are tried for as long as they raise the bound by this much.
 WORTHWHILE = 1e-3
-# Of the seconds that are recomputed, and nodes of the search tree: most programs are solved at its root. The limit
-# keeps the others short, and is no clock, so that a trace has one bound.
-WHOLE_GAP, WHOLE_NODES = 1e-3, 50
-# Share of a step by which the solver's bound may be off: its tolerances.
-TOLERANCE = 1e-6
 
 
 def lower_bound_seconds(step: Trace | Prepared, peak_bytes: int) -> float:
@@ -59,41 +53,16 @@ def _bound_s(step: Prepared, peak_bytes: int) -> float:
         if relaxed is None:
             return float("inf")
         share = max(share, relaxed.bound)
-    whole = whole_numbers(step, peak_bytes)[1]
-    return trace.seconds * (1 + max(share, whole.bound - TOLERANCE if whole is not None else 0.0))
+    first = next(iter(rounds_of(step, peak_bytes)))
+    return max(trace.seconds * (1 + share), first.bound_seconds)
 
 
-def whole_numbers(step: Prepared, peak_bytes: int) -> tuple[StagedProgram, Solution | None]:
-    """The program with bytes limited at one tick, and what was found in whole numbers; once for a peak."""
-
-    def solve() -> tuple[StagedProgram, Solution | None]:
-        ticks = choose_ticks(step.trace, step.plain_bytes_at, peak_bytes, 1)
-        staged = StagedProgram(step.trace, ticks, peak_bytes, lives_of(step))
-        return staged, staged.program.solve(float("inf"), WHOLE_GAP, WHOLE_NODES)
-
-    return step.once(("whole", peak_bytes), solve)
+def sharp_bound_seconds(step: Prepared, peak_bytes: int) -> float:
+    """The best lower bound so far: the usual one, and that of the rounds that were made in search of a plan."""
+    return max(lower_bound_seconds(step, peak_bytes), rounds_of(step, peak_bytes).bound_seconds)
 
 
 def floor_bytes(step: Trace | Prepared) -> int:
     """Bytes that no plan's peak goes below: at some tick, what the program holds and what its op works on. Linear."""
     step = prepared(step)
-    return step.once("floor", lambda: _floor(step.trace, lives_of(step)))
-
-
-def _floor(trace: Trace, lives: Lives) -> int:
-    spans: dict[int, list[tuple[int, int]]] = {}
-    for value in trace.saved:
-        place = trace.values[value].storage
-        for save in trace.values[value].saves if value in trace.droppable else ():
-            asked = [t for t in save.unpacked if t > lives.available[value]]
-            if asked:
-                spans.setdefault(place, []).append((max(min(asked), lives.ends[place]) + 1, save.released))
-    steps = np.zeros(trace.n_ticks + 1, dtype=np.int64)
-    for place, worked_on in spans.items():
-        end = -1
-        for first, last in sorted(worked_on):
-            first, end = max(first, end + 1), max(end, last)
-            if first <= end:
-                steps[first] += trace.storages[place].n_bytes
-                steps[end + 1] -= trace.storages[place].n_bytes
-    return int((lives.bytes_at + np.cumsum(steps)[:-1]).max(initial=trace.resident_bytes))
+    return int(least_bytes_at(step).max(initial=step.trace.resident_bytes))

@@ -17,12 +17,14 @@ all plans from below, with few ticks as with many.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ctdr_lightning.memory.bounds.linear_program import LinearProgram
+from ctdr_lightning.memory.plans.actions import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action
 from ctdr_lightning.memory.simulator.prepared import Prepared, prepared
 from ctdr_lightning.memory.traces.trace import Trace
 
@@ -64,6 +66,31 @@ def _lives(trace: Trace) -> Lives:
         bytes_at[op.tick] += op.temp_bytes
     available = [min(ends[v.storage], v.overwritten_at - 1) for v in trace.values]
     return Lives(ends, available, bytes_at)
+
+
+def least_bytes_at(step: Trace | Prepared) -> np.ndarray:
+    """Bytes at each tick that no plan goes below: what the program holds, and what its op works on. Linear."""
+    step = prepared(step)
+    return step.once("least", lambda: _least(step.trace, lives_of(step)))
+
+
+def _least(trace: Trace, lives: Lives) -> np.ndarray:
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for value in trace.saved:
+        place = trace.values[value].storage
+        for save in trace.values[value].saves if value in trace.droppable else ():
+            asked = [t for t in save.unpacked if t > lives.available[value]]
+            if asked:
+                spans.setdefault(place, []).append((max(min(asked), lives.ends[place]) + 1, save.released))
+    steps = np.zeros(trace.n_ticks + 1, dtype=np.int64)
+    for place, worked_on in spans.items():
+        end = -1
+        for first, last in sorted(worked_on):
+            first, end = max(first, end + 1), max(end, last)
+            if first <= end:
+                steps[first] += trace.storages[place].n_bytes
+                steps[end + 1] -= trace.storages[place].n_bytes
+    return lives.bytes_at + np.cumsum(steps)[:-1]
 
 
 @dataclass
@@ -200,6 +227,34 @@ class StagedProgram:
         for variable in variables:
             self.program.at_most([(variable, 1.0), (held, -1.0)], 0.0)
         return held
+
+    def actions_of(self, numbers: np.ndarray, threshold: float) -> dict[int, Action]:
+        """Whole actions from a solution's shares.
+
+        Args:
+            numbers: The solution, one number a variable.
+            threshold: From which share on a value counts as held, and an op, from one less it, as run again.
+
+        Returns:
+            What the tape is to do so that the values of the solution are held and its ops run again.
+        """
+        trace = self.trace
+        held = {key for key, variable in self.present.items() if numbers[variable] > threshold}
+        again = Counter(op for (_, op), variable in self.runs.items() if numbers[variable] > 1 - threshold)
+        readers = Counter(source for op in again for source in set(trace.ops[op].inputs))
+        intervals: dict[int, list[int]] = {v: [] for op in again for v in trace.ops[op].outputs if v >= 0}
+        for interval, value in sorted(self.present):
+            intervals.setdefault(value, []).append(interval)
+        actions: dict[int, Action] = {}
+        for value, where in intervals.items():
+            runs = again[trace.values[value].op]
+            if not runs and where and (where[0], value) in held:
+                actions[value] = KEEP
+            elif trace.values[value].saves and where:
+                actions[value] = RECOMPUTE_EACH if runs > 1 else RECOMPUTE
+            elif runs == 1 and (readers[value] > 1 or any((interval, value) in held for interval in where)):
+                actions[value] = RECOMPUTE
+        return actions
 
 
 def choose_ticks(trace: Trace, bytes_at: np.ndarray, budget_bytes: int, n_ticks: int) -> list[int]:

@@ -1,23 +1,25 @@
 """The default: the best plan at tensor granularity, near its lower bound, by rounding and local search.
 
-No paper. The relaxation behind the lower bound is rounded to a plan, which local search over single values (kept,
-recomputed once, recomputed at each use; unsaved values such as residual sums held as cheap checkpoints) repairs and
-fills; then it goes on from every other policy's plan, and by random changes, until the gap to the bound is closed to a
-quarter of a percent or an allowance of work is spent. Every other policy's plan is also looked at as it is, so that
-none is ahead, but where the gap is under a tenth of a percent; those whose solver stops by the clock are not asked. The
-allowance is counted in work, not in seconds, so that the same trace gives the same plan everywhere; the clock only
-stops a search that takes far too long.
+No paper. The program behind the lower bound is solved in whole numbers, in rounds that limit bytes where the last plan
+broke the budget: each raises the bound and brings a plan. Then the relaxation is rounded to plans, which local search
+over single values (kept, recomputed once, recomputed at each use; unsaved values such as residual sums held as cheap
+checkpoints) repairs and fills; then it goes on from every other policy's plan, and by random changes, until the gap to
+the bound is closed to a quarter of a percent or an allowance of work is spent. Every other policy's plan is also looked
+at as it is, so that none is ahead, but where the gap is under a tenth of a percent; those whose solver stops by the
+clock are not asked. The allowance is counted in work, not in seconds, so that the same trace gives the same plan
+everywhere; the clock only stops a search that takes far too long, and does not count the rounds, whose programs are
+limited in size.
 
 Complexity: a linear program of two variables a value, then about linear in the values times the size of their groups.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 from ctdr_lightning.basics.errors import CTDRError
 from ctdr_lightning.memory.bounds.lower_bound import floor_bytes
+from ctdr_lightning.memory.bounds.rounds import MOST_ROUNDS
 from ctdr_lightning.memory.plans.actions import Actions, Compress, Keep, Offload, Recompute
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES, Policy
@@ -53,7 +55,7 @@ def auto(step: Prepared, budget: Budget) -> Timeline:
         others.ask_all()
     else:
         assert limit is not None
-        attempt = Fastest(step, search, limit)
+        attempt = Fastest(step, search, limit, max(1, round(MOST_ROUNDS * _patience(budget))))
         best = attempt.run(others)
         if not attempt.within(NO_GAP) or step.trace.links or step.trace.codecs:  # the bound knows nothing of those
             others.ask_all()
@@ -103,10 +105,12 @@ def _is_asked(policy: Policy, trace: Trace, *, hopeless: bool) -> bool:
 
 def _search(step: Prepared, budget: Budget) -> LocalSearch:
     n_ops = len(step.trace.ops)
-    patience = budget.time_limit_s / USUAL_TIME_LIMIT_S
-    allowance = patience * (WORK_AT_LEAST + WORK_PER_OP * n_ops)
-    stop_s = time.thread_time() + budget.time_limit_s * (1 + n_ops / OPS_PER_TIME_LIMIT)
-    return LocalSearch(step, budget.seed, allowance, lambda: time.thread_time() > stop_s)
+    allowance = _patience(budget) * (WORK_AT_LEAST + WORK_PER_OP * n_ops)
+    return LocalSearch(step, budget.seed, allowance, budget.time_limit_s * (1 + n_ops / OPS_PER_TIME_LIMIT))
+
+
+def _patience(budget: Budget) -> float:
+    return budget.time_limit_s / USUAL_TIME_LIMIT_S
 
 
 def _rank(made: Timeline, budget: Budget) -> tuple[bool, float, float]:

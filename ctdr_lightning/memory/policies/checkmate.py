@@ -28,7 +28,6 @@ from ctdr_lightning.memory.plans.actions import RECOMPUTE, Action, Actions
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.best_candidate import choose
-from ctdr_lightning.memory.search.rounding import rounded
 from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.schedule import judge
 from ctdr_lightning.memory.simulator.timeline import Timeline
@@ -87,9 +86,9 @@ def _plans(step: Prepared, peak_bytes: int, stop_s: float) -> Iterator[Timeline]
 def _solutions(staged: StagedProgram, whole: bool, stop_s: float) -> list[dict[int, Action]]:
     if whole:
         solution = staged.program.solve(stop_s - time.perf_counter(), GAP)
-        return [] if solution is None else [rounded(staged, solution.values, 0.5)]
+        return [] if solution is None else [staged.actions_of(solution.values, 0.5)]
     solution = staged.program.relax()
-    return [] if solution is None else [rounded(staged, solution.values, t) for t in THRESHOLDS]
+    return [] if solution is None else [staged.actions_of(solution.values, t) for t in THRESHOLDS]
 
 
 def _tighten(trace: Trace, margins: dict[int, int], live: np.ndarray, peak_bytes: int) -> None:

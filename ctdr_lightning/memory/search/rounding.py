@@ -3,32 +3,16 @@
 At most budgets one tick binds, where the plain step is highest. The program with that tick alone is nearly a knapsack:
 all its numbers but a few are 0 or 1, and the rounded plan is a few hundredths of a percent above the bound. It is found
 in the time of one linear program (0.1 s for DenseNet-121), where a search from the plain plan took five seconds and
-ended 5 % above. The rounded plan may exceed the budget a little, or leave some of it: local search repairs both. With
-one tick the program is solved in whole numbers first, which takes little longer: R and RN18 at half their peak have
-their best plan so in .06 s, proven, where rounding and search took 1 to 2 s.
+ended 5 % above. The rounded plan may exceed the budget a little, or leave some of it: local search repairs both.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 
-import numpy as np
-
-from ctdr_lightning.memory.bounds.lower_bound import whole_numbers
 from ctdr_lightning.memory.bounds.staged_program import StagedProgram, choose_ticks, lives_of
-from ctdr_lightning.memory.plans.actions import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action
+from ctdr_lightning.memory.plans.actions import Action
 from ctdr_lightning.memory.simulator.prepared import Prepared
-from ctdr_lightning.memory.simulator.simulator import Simulator
-
-
-def whole_plans(step: Prepared, budget_bytes: int) -> Iterator[dict[int, Action]]:
-    """The plan of the program in whole numbers, with bytes limited at one tick; nothing where that does not fit."""
-    staged, found = whole_numbers(step, budget_bytes)
-    if found is not None:
-        actions = rounded(staged, found.values, 0.5)
-        if Simulator(step, actions).peak_bytes <= budget_bytes:
-            yield actions
 
 
 def relaxed_plans(
@@ -59,37 +43,7 @@ def relaxed_plans(
         if solution is None:
             continue
         for threshold in thresholds:
-            actions = rounded(program, solution.values, threshold)
+            actions = program.actions_of(solution.values, threshold)
             if actions not in seen:
                 seen.append(actions)
                 yield actions
-
-
-def rounded(staged: StagedProgram, numbers: np.ndarray, threshold: float) -> dict[int, Action]:
-    """Whole actions from shares.
-
-    Args:
-        staged: The program.
-        numbers: Its solution, one number a variable.
-        threshold: From which share on a value counts as held, and an op, from one less it, as run again.
-
-    Returns:
-        What the tape is to do so that the values of the solution are held and its ops run again.
-    """
-    trace = staged.trace
-    held = {key for key, variable in staged.present.items() if numbers[variable] > threshold}
-    again = Counter(op for (_, op), variable in staged.runs.items() if numbers[variable] > 1 - threshold)
-    readers = Counter(source for op in again for source in set(trace.ops[op].inputs))
-    intervals: dict[int, list[int]] = {v: [] for op in again for v in trace.ops[op].outputs if v >= 0}
-    for interval, value in sorted(staged.present):
-        intervals.setdefault(value, []).append(interval)
-    actions: dict[int, Action] = {}
-    for value, where in intervals.items():
-        runs = again[trace.values[value].op]
-        if not runs and where and (where[0], value) in held:
-            actions[value] = KEEP
-        elif trace.values[value].saves and where:
-            actions[value] = RECOMPUTE_EACH if runs > 1 else RECOMPUTE
-        elif runs == 1 and (readers[value] > 1 or any((interval, value) in held for interval in where)):
-            actions[value] = RECOMPUTE
-    return actions

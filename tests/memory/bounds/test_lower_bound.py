@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
-from ctdr_lightning.memory import KEEP, POLICIES, RECOMPUTE, RECOMPUTE_EACH, Budget, Prepared, plan, record, simulate
-from ctdr_lightning.memory.bounds.lower_bound import floor_bytes, lower_bound_seconds, whole_numbers
+from ctdr_lightning.memory import KEEP, POLICIES, RECOMPUTE, RECOMPUTE_EACH, Budget, plan, record, simulate
+from ctdr_lightning.memory.bounds.lower_bound import floor_bytes, lower_bound_seconds
 from ctdr_lightning.memory.bounds.staged_program import StagedProgram, choose_ticks, lives_of
 from tests.memory.graphs import GRAPHS, Node, chain, graph_trace, residual
 
@@ -143,13 +143,6 @@ def test_a_byte_too_many_costs_a_whole_value():
     assert lower_bound_seconds(trace, peak - 1) == pytest.approx(fastest, rel=1e-5)
     staged = StagedProgram(trace, choose_ticks(trace, simulate(trace).bytes_at, peak - 1, 1), peak - 1, lives_of(trace))
     assert trace.seconds * (1 + staged.program.relax().bound) < fastest - 0.5 * (fastest - trace.seconds)
-
-
-def test_the_whole_program_is_solved_once_for_a_peak():
-    step = Prepared(graph_trace(residual(6)))
-    peak = int(0.55 * step.plain_peak_bytes)
-    assert whole_numbers(step, peak) is whole_numbers(step, peak)
-    assert whole_numbers(step, peak - 1) is not whole_numbers(step, peak)
 
 
 def test_whole_numbers_bound_no_less_than_shares():

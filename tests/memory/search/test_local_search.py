@@ -74,7 +74,7 @@ def test_the_same_seed_finds_the_same_and_more_work_no_less():
 
 def test_it_stops_when_it_is_told_to():
     trace = graph_trace(residual(6))
-    search = searched(trace, 1, expired=lambda: True)
+    search = searched(trace, 1, limit_s=0.0)
     assert [point.seconds for point in search.frontier] == [trace.seconds]
 
 

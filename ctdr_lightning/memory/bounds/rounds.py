@@ -1,0 +1,162 @@
+"""Bound and plan at once, in rounds: a program in whole numbers, its plan simulated, bytes limited where it broke them.
+
+The first round limits bytes at one tick, where the plain step is highest. Its solution is a plan, which the simulator
+plays. Where that is within the budget it is mostly the best plan, proven by its own program. Where it is not, the next
+round limits bytes at the worst ticks too, with the rules of the tape (see ``tape_program``), and so on. Each round
+bounds all plans from below; the bound is the best of theirs. Rounds end where a plan fits, where the solver comes to no
+end, and where the program would be too large.
+
+Complexity: a program of about the droppable values times the ticks, in whole numbers, a round.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ctdr_lightning.memory.bounds.linear_program import Solution
+from ctdr_lightning.memory.bounds.staged_program import StagedProgram, choose_ticks, least_bytes_at, lives_of
+from ctdr_lightning.memory.bounds.tape_program import TapeProgram
+from ctdr_lightning.memory.plans.actions import Action
+from ctdr_lightning.memory.simulator.prepared import Prepared
+from ctdr_lightning.memory.simulator.simulator import Simulator
+
+# Of the seconds that are recomputed, and nodes of the search tree. Most programs are solved at its root; where R at 0.3
+# of its peak is not, four nodes took 30 s and raised the bound by 1 %. The limit is no clock, so that a trace has one
+# bound.
+WHOLE_GAP, WHOLE_NODES = 3e-3, 1
+# Share of a step by which the solver's bound may be off: its tolerances.
+TOLERANCE = 1e-6
+# Six rounds leave RN18 at 0.4 of its peak 0.6 % above its bound after 8 s, a seventh took 11 s more and found nothing.
+# Programs of so many variables take up to 5 s.
+MOST_ROUNDS, MOST_VARIABLES = 6, 2_500
+# Ticks that a round adds, and how many ticks around each of them count as the same place.
+TICKS_A_ROUND, NEAR = 2, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one round found.
+
+    Attributes:
+        bound_seconds: No plan is faster; infinite where none fits.
+        actions: The solution as a plan; None where the solver found none.
+        excess_bytes: By how much its peak is over the budget; 0 where it fits.
+        is_solved: Whether the solver came to its end before its limit of nodes.
+    """
+
+    bound_seconds: float
+    actions: dict[int, Action] | None = None
+    excess_bytes: int = 0
+    is_solved: bool = True
+
+
+class Rounds:
+    """The rounds at one peak, each made when it is first asked for.
+
+    Args:
+        step: The step.
+        peak_bytes: Largest peak, weights included.
+
+    Attributes:
+        found: What the rounds found that were made.
+    """
+
+    def __init__(self, step: Prepared, peak_bytes: int) -> None:
+        self._step = step
+        self._limit = peak_bytes
+        self._ticks: set[int] = set(choose_ticks(step.trace, step.plain_bytes_at, peak_bytes, 1))
+        self._n_variables = 0
+        self.found: list[Round] = []
+
+    @property
+    def bound_seconds(self) -> float:
+        """The best bound of the rounds that were made."""
+        return max((found.bound_seconds for found in self.found), default=0.0)
+
+    def __iter__(self) -> Iterator[Round]:
+        """The rounds from the first on."""
+        for n in range(MOST_ROUNDS):
+            if n == len(self.found) and not self._go_on():
+                return
+            yield self.found[n]
+
+    def _go_on(self) -> bool:
+        """Make one more round; whether there was one to make."""
+        if not self.found:
+            return self._solve(StagedProgram)
+        last, n_ticks = self.found[-1], len(self._ticks)
+        if last.actions is None or not last.excess_bytes or not last.is_solved or not self._limit_more(last.actions):
+            return False
+        return self._n_variables * len(self._ticks) <= MOST_VARIABLES * n_ticks and self._solve(TapeProgram)
+
+    def _solve(self, kind: type[StagedProgram]) -> bool:
+        trace = self._step.trace
+        staged = kind(trace, sorted(self._ticks), self._limit, lives_of(self._step))
+        self._n_variables = staged.program.n_variables
+        self.found.append(self._round(staged, staged.program.solve(float("inf"), WHOLE_GAP, WHOLE_NODES)))
+        return True
+
+    def _round(self, staged: StagedProgram, solved: Solution | None) -> Round:
+        plain_s = self._step.trace.seconds
+        if solved is None:
+            return Round(plain_s)
+        actions = staged.actions_of(solved.values, 0.5)
+        excess = max(Simulator(self._step, actions).peak_bytes - self._limit, 0)
+        is_solved = solved.cost - solved.bound <= WHOLE_GAP * solved.cost + TOLERANCE
+        return Round(plain_s * (1 + solved.bound - TOLERANCE), actions, excess, is_solved)
+
+    def _limit_more(self, actions: dict[int, Action]) -> bool:
+        """Limit bytes at the worst places of a plan; whether there was one where they were not limited."""
+        live, n_added = Simulator(self._step, actions).bytes_at().copy(), 0
+        while n_added < TICKS_A_ROUND and live.max() > self._limit:
+            worst = int(live.argmax())
+            live[max(worst - NEAR, 0) : worst + NEAR + 1] = 0
+            more = self._around(worst) - self._ticks
+            self._ticks |= more
+            n_added += bool(more)
+        return n_added > 0
+
+    def _around(self, tick: int) -> set[int]:
+        """An op's tick itself; of an unpack those on both sides, so that it is alone between them."""
+        places = self._places
+        if tick in places.ops:
+            return {tick}
+        asks, at = places.asks, bisect_left(places.asks, tick)
+        before = asks[at - 1] if at else -1
+        after = asks[at + 1] if at + 1 < len(asks) else self._step.trace.n_ticks
+        return places.highest(before + 1, tick) | places.highest(tick + 1, after)
+
+    @property
+    def _places(self) -> _Places:
+        return self._step.once("places", lambda: _Places(self._step))
+
+
+def rounds_of(step: Prepared, peak_bytes: int) -> Rounds:
+    """The rounds of a step at one peak, kept with the step: bounds and plans, no programs."""
+    return step.once(("rounds", peak_bytes), lambda: Rounds(step, peak_bytes))
+
+
+class _Places:
+    """Where bytes can be limited.
+
+    Attributes:
+        ops: Ticks of ops.
+        asks: Ticks at which the backward asks for a value that may be dropped, rising.
+    """
+
+    def __init__(self, step: Prepared) -> None:
+        trace = step.trace
+        self.ops = {op.tick for op in trace.ops}
+        saves = (s for v in trace.saved if v in trace.droppable for s in trace.values[v].saves)
+        self.asks = sorted(t for s in saves for t in s.unpacked)
+        self._bytes_at = np.where([t in self.ops for t in range(trace.n_ticks)], least_bytes_at(step), -1)
+
+    def highest(self, first: int, end: int) -> set[int]:
+        """The op's tick in a range at which most is there under every plan; empty where no op runs in it."""
+        if first >= end or self._bytes_at[first:end].max() < 0:
+            return set()
+        return {first + int(self._bytes_at[first:end].argmax())}
