@@ -9,24 +9,17 @@ from ctdr_lightning import BudgetFit, Tape, decompose, fit_to_budget
 from ctdr_lightning.basics.errors import CheckpointError, ConfigError, InfeasibleBudgetError
 from ctdr_lightning.decomposition import FactorizedLayer, chooser, rank_chooser
 from ctdr_lightning.decomposition.choose import batches as choose_batches
-from ctdr_lightning.joint import pricing, search
+from ctdr_lightning.joint import search
 from ctdr_lightning.joint.proposals import Proposer
 from ctdr_lightning.joint.turns import RealStep, Turns
 from tests.joint import parts
 
+pytestmark = pytest.mark.usefixtures("short_thoughts")
 PATIENT = {"max_slowdown": 50.0, "progress": False}
 
 
 def n_factorized(net):
     return sum(isinstance(layer, FactorizedLayer) for layer in net.modules())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def short_thoughts():
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (pricing, search):
-            patch.setattr(module, "PLANNING_S", 0.1)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -14,22 +14,14 @@ from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError
 from ctdr_lightning.decomposition.choose.batches import set_aside
 from ctdr_lightning.decomposition.choose.rank_search import Start
 from ctdr_lightning.decomposition.trial import Trial
-from ctdr_lightning.joint import pricing, search
 from ctdr_lightning.joint.allowance import AllowedDrop
 from ctdr_lightning.joint.metric import MetricJudge, check_metric
 from ctdr_lightning.joint.proposals import Proposer
 from tests.joint import parts
 
+pytestmark = pytest.mark.usefixtures("short_thoughts")
 PATIENT = {"max_slowdown": 50.0, "progress": False}
 SMALL = 2_800_000  # bytes that a fifth of the network and less fit, and nothing larger
-
-
-@pytest.fixture(scope="module", autouse=True)
-def short_thoughts():
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (pricing, search):
-            patch.setattr(module, "PLANNING_S", 0.1)
-        yield
 
 
 def right(net, batch):
