@@ -131,13 +131,15 @@ class _Stored:
         self._read: Future[None] | None = None
         self._landing: list[Tensor] = []
         disk.grow()
-        sources = [as_bytes(t) for t in tensors]
-        self._written = disk.writer.submit(disk.write_all, sources, list(self._places))
+        # the asking thread frees them, in gone(): otherwise bytes would be there longer or shorter by the disk's speed
+        self._sources = [as_bytes(t) for t in tensors]
+        self._written = disk.writer.submit(disk.write_all, list(self._sources), list(self._places))
 
     def gone(self) -> None:
-        """Wait until it is written."""
+        """Wait until it is written; then the sources are let go."""
         assert self._written is not None, "nothing was put"
         _result(self._written, "written to")
+        self._sources = []
 
     def start(self) -> list[Tensor]:
         """Allocate where it lands and start to read."""

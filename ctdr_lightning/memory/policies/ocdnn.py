@@ -22,6 +22,7 @@ from ctdr_lightning.memory.search.layered import largest_link, layer_inputs
 from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.schedule import scheduled
 from ctdr_lightning.memory.simulator.timeline import Timeline
+from ctdr_lightning.memory.traces.bells import heard_before
 
 
 @POLICIES.register("ocdnn", uses=frozenset({Keep, Offload}))
@@ -39,5 +40,8 @@ def _managed(step: Prepared) -> Actions:
     inputs = layer_inputs(step, lambda op: True) if to else []
     needs = sorted({entry.needed for entry in inputs})
     ahead = dict(zip(needs[1:], needs[:-1], strict=True))  # when the layer after it begins its backward
-    actions: dict[int, Action] = {e.value: Offload(to, (), e.read, -1, ahead.get(e.needed, e.needed)) for e in inputs}
+    actions: dict[int, Action] = {
+        e.value: Offload(to, (), e.read, -1, heard_before(step.trace, ahead.get(e.needed, e.needed), e.needed))
+        for e in inputs
+    }
     return scheduled(step, actions)

@@ -28,6 +28,7 @@ from ctdr_lightning.memory.search.layered import LayerInput, largest_link, layer
 from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.schedule import scheduled
 from ctdr_lightning.memory.simulator.timeline import Timeline
+from ctdr_lightning.memory.traces.bells import heard_before
 
 
 @POLICIES.register("sentinel", uses=frozenset({Keep, Offload}))
@@ -62,7 +63,9 @@ def _migrated(step: Prepared, inputs: list[LayerInput], to: str, length: int) ->
         out = reads[mine] if mine < len(reads) else entry.read
         gone = reads[mine + 1] if mine + 1 < len(reads) else -1
         before = max(bisect_right(needs, entry.needed) - 2, 0)
-        actions[entry.value] = Offload(to, (), max(out, entry.read), gone, needs[before])
+        actions[entry.value] = Offload(
+            to, (), max(out, entry.read), gone, heard_before(step.trace, needs[before], entry.needed)
+        )
     return scheduled(step, actions)
 
 

@@ -24,6 +24,7 @@ from ctdr_lightning.memory.search.best_candidate import choose
 from ctdr_lightning.memory.search.layered import largest_link, layer_inputs
 from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.timeline import Timeline
+from ctdr_lightning.memory.traces.bells import heard_before
 from ctdr_lightning.memory.traces.op_kinds import is_convolution
 
 
@@ -68,5 +69,5 @@ def moved(step: Prepared, *, convolutions_alone: bool) -> Actions:
     actions = {}
     for entry in inputs:
         ahead = max((tick for tick in hiding if tick < entry.needed), default=entry.needed)
-        actions[entry.value] = Offload(to, (), entry.read, entry.read, ahead)
+        actions[entry.value] = Offload(to, (), entry.read, entry.read, heard_before(step.trace, ahead, entry.needed))
     return actions

@@ -16,6 +16,19 @@ def bells_of(trace: Trace) -> dict[int, int]:
     return trace.once("bells", lambda: _find(trace))
 
 
+def heard_before(trace: Trace, tick: int, otherwise: int) -> int:
+    """The last tick up to a given one at which a tape can act in the backward.
+
+    Args:
+        trace: The recorded step.
+        tick: Up to which.
+        otherwise: The answer where it hears none.
+    """
+    heard = trace.once("heard", lambda: sorted(bells_of(trace)))
+    place = bisect_right(heard, tick) - 1
+    return heard[place] if place >= 0 else otherwise
+
+
 def _find(trace: Trace) -> dict[int, int]:
     op_ticks = [op.tick for op in trace.ops]
     places = [trace.ops[index].tick for index in trace.forward_ops]

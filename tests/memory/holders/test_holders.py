@@ -12,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ctdr_lightning.basics.errors import ConfigError, OffloadError
+from ctdr_lightning.basics.torch_private import profiler_events
 from ctdr_lightning.memory.holders import HOLDERS, HolderOptions
 from ctdr_lightning.memory.holders.base import Holders
 from ctdr_lightning.memory.holders.disk import STAGING_BYTES
 from ctdr_lightning.memory.holders.extents import Extents
 from ctdr_lightning.memory.holders.measure import measure_links
+from ctdr_lightning.memory.recorder.profiler import memory_profiler
 from tests.memory.holders.doubles import late_holders
 
 
@@ -51,6 +53,17 @@ def test_the_source_may_be_written_over_once_it_is_gone(holders, name):
     parcel.gone()
     source.fill_(-1)
     assert torch.equal(parcel.fetch()[0], want)
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_the_asking_thread_frees_the_source(holders, name):
+    """The profiler sees this thread alone; a step's peak is the plan's only where it frees at its own ticks."""
+    n_bytes = 4 * 12_345
+    with memory_profiler() as profiler:
+        parcel = holders[name].put([torch.ones(12_345)])
+        parcel.gone()
+    freed = [event.nbytes() for event in profiler_events(profiler) if event.name() == "[memory]"]
+    assert -n_bytes in freed
 
 
 @pytest.mark.parametrize("name", HOLDERS)

@@ -17,6 +17,7 @@ from ctdr_lightning.memory.policies.swapadvisor import _evict
 from ctdr_lightning.memory.search.layered import LayerInput
 from ctdr_lightning.memory.search.together import free_codecs
 from ctdr_lightning.memory.simulator.schedule import judge, scheduled, settled
+from ctdr_lightning.memory.traces.bells import bells_of
 from ctdr_lightning.memory.traces.facts import facts_of
 from ctdr_lightning.memory.traces.machine import CodecCost, Link
 from ctdr_lightning.memory.traces.op_kinds import base_name, is_weighted
@@ -81,6 +82,17 @@ def test_plans_fit_round_trip_and_are_exact(policy, net, share, tmp_path):
     assert not bench.run(tape).differs_from(plain)
     assert not tape.diverged
     holders.close()
+
+
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("policy", [*MOVING, *BOTH])
+def test_what_moves_is_asked_back_where_the_tape_hears(policy, net):
+    trace = benched(net)[2]
+    made, heard = plan(trace, None, policy), bells_of(trace)
+    needed = Simulator(trace, made.actions).needed
+    for value, action in made.away.items():
+        if isinstance(action, Offload):
+            assert action.back_at in heard or action.back_at == needed(value)[0]
 
 
 @pytest.mark.parametrize("policy", MOVING)
