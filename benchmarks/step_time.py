@@ -28,7 +28,7 @@ NETS: dict[str, Callable[[], Net]] = {
     "R": net_r,
     "T": net_t,
     "RN18": net_rn18,
-    "ResNet-50": partial(vision, "resnet50"),
+    "ResNet-50": partial(vision, "resnet50", 16),
     "GPT-2": gpt2,
 }
 SHARES = (0.8, 0.6, 0.4)
