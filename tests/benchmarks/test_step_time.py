@@ -1,10 +1,13 @@
 from functools import partial
 
+import pytest
+
 from benchmarks.figures import write_figures
 from benchmarks.nets import net_r
 from benchmarks.step_time import NETS, Figure, figures_of, table
 
 
+@pytest.mark.slow
 def test_a_net_is_planned_and_timed_at_each_share_and_shown_in_a_row(tmp_path, monkeypatch):
     monkeypatch.setitem(NETS, "R", partial(net_r, 2))
     kept, planned, none = figures_of("R", [1.0, 0.6, 0.01], rounds=1)

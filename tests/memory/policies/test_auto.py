@@ -22,7 +22,7 @@ def at(trace, share):
     return int(trace.resident_bytes + share * (simulate(trace).peak_bytes - trace.resident_bytes))
 
 
-@pytest.mark.parametrize("name", quick(TRACES))
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "residual")) for n in TRACES])
 def test_it_is_no_worse_than_any_other(name):
     trace = TRACES[name]()
     for share in SHARES:
