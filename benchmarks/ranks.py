@@ -181,15 +181,19 @@ def crepe(_seed: int = 0) -> Net:
 
 
 def table(text: str) -> str:
-    """The figures of CREPE in a ``ranks.json`` as a Markdown table: one line a ratio, one column a way."""
-    found = {(row.case, row.way): row for row in rows_of(text, "rows", Figure) if row.case[0] == "Z"}
+    """The figures of a ``ranks.json`` as a Markdown table: one line a case, one column a way."""
+    found = {(row.case, row.way): row for row in rows_of(text, "rows", Figure)}
     cases, ways = ([*dict.fromkeys(key[i] for key in found)] for i in (0, 1))
-    lines = [["CREPE, frames within 50 cents, %", "dense", *(f"ranks by {way}" for way in ways)]]
+    lines = [["network", "dense", *(f"by {way}" for way in ways)]]
     for case in cases:
-        dense = found[case, ways[0]].dense
-        cells = [f"{found[case, way].row['raw']:.2f} (x{found[case, way].row['ratio']:.1f})" for way in ways]
-        lines.append([f"x{case[1:]} fewer parameters", f"{dense:.2f}", *cells])
+        shown = [_cell(found[case, way].row) if (case, way) in found else "" for way in ways]
+        dense = next(row.dense for (name, _), row in found.items() if name == case)
+        lines.append([case[0], f"{dense:.4g}", *shown])
     return markdown(text, lines)
+
+
+def _cell(row: dict[str, float | None]) -> str:
+    return f"{row['raw']:.4g}, {row['batchnorm']:.4g} (x{row['ratio']:.1f})"
 
 
 def main() -> None:
