@@ -87,18 +87,21 @@ class Rounds:
     def _go_on(self) -> bool:
         """Make one more round; whether there was one to make."""
         if not self.found:
-            return self._solve(StagedProgram)
+            self._solve(StagedProgram)
+            return True
         last, n_ticks = self.found[-1], len(self._ticks)
         if last.actions is None or not last.excess_bytes or not last.is_solved or not self._limit_more(last.actions):
             return False
-        return self._n_variables * len(self._ticks) <= MOST_VARIABLES * n_ticks and self._solve(TapeProgram)
+        if self._n_variables * len(self._ticks) > MOST_VARIABLES * n_ticks:
+            return False
+        self._solve(TapeProgram)
+        return True
 
-    def _solve(self, kind: type[StagedProgram]) -> bool:
+    def _solve(self, kind: type[StagedProgram]) -> None:
         trace = self._step.trace
         staged = kind(trace, sorted(self._ticks), self._limit, lives_of(self._step))
         self._n_variables = staged.program.n_variables
         self.found.append(self._round(staged, staged.program.solve(float("inf"), WHOLE_GAP, WHOLE_NODES)))
-        return True
 
     def _round(self, staged: StagedProgram, solved: Solution | None) -> Round:
         plain_s = self._step.trace.seconds

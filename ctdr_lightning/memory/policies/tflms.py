@@ -15,7 +15,6 @@ Complexity O(n log n) a candidate, of which there are 20.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator
 
 from ctdr_lightning.memory.plans.actions import Action, Actions, Keep, Offload
@@ -26,7 +25,7 @@ from ctdr_lightning.memory.search.layered import LayerInput, largest_link, layer
 from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.schedule import scheduled
 from ctdr_lightning.memory.simulator.timeline import Timeline
-from ctdr_lightning.memory.traces.bells import bells_of
+from ctdr_lightning.memory.traces.bells import heard_before
 
 LOWER_BOUNDS = (1, 5, 20, 50, 100)  # the paper's default is 1; its users tune between 1 and 100
 SHARES = (1.0, 0.75, 0.5, 0.25)  # of the tensors on long edges, the largest first
@@ -56,10 +55,8 @@ def _plans(step: Prepared) -> Iterator[Actions]:
 
 def _swapped(step: Prepared, inputs: list[LayerInput], to: str, bound: int) -> Actions:
     """Swap-ins are triggered at the nearest tick that is heard at least ``bound`` before the reader."""
-    heard = sorted(bells_of(step.trace))
     actions: dict[int, Action] = {}
     for entry in inputs:
-        place = bisect_right(heard, entry.needed - bound) - 1
-        back = heard[place] if place >= 0 else entry.needed
-        actions[entry.value] = Offload(to, (), entry.read, -1, min(back, entry.needed))
+        back = heard_before(step.trace, entry.needed - bound, entry.needed)
+        actions[entry.value] = Offload(to, (), entry.read, -1, back)
     return scheduled(step, actions)

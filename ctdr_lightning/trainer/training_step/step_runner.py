@@ -135,7 +135,7 @@ class StepRunner:
         return run() if self._retry is None else self._retry.forward(module, run, inputs)
 
     def _part_done(self) -> None:
-        """The backward of a part of the batch is over, and another part follows."""
+        """The backward of a batch, or of a part of it, is over."""
         if self._retry is not None:
             self._retry.done()
         if self.session is not None:
