@@ -5,7 +5,8 @@
     python -m benchmarks --list
 
 What each prints is shown as it comes. ``FOLDER/bench.json`` keeps the machine, the versions, and for each benchmark its
-command, its lines, its seconds and how it ended; it is written after each one.
+day, command, lines, seconds and how it ended. It is written after each one; others that ran on the same machine with
+the same versions stay in it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -47,7 +49,7 @@ def run(name: str, arguments: Sequence[str]) -> dict[str, Any]:
     """Run one benchmark and show what it prints.
 
     Returns:
-        Its command, lines, seconds and exit status.
+        Its day, command, lines, seconds and exit status.
     """
     command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
     print(f"\n== {name} ==", flush=True)
@@ -56,8 +58,20 @@ def run(name: str, arguments: Sequence[str]) -> dict[str, Any]:
         for line in process.stdout or ():
             print(line, end="", flush=True)
             lines.append(line.rstrip("\n"))
-    words = ["python", *command[1:]]
-    return {"command": words, "lines": lines, "seconds": perf_counter() - start_s, "status": process.returncode}
+    return {
+        "day": date.today().isoformat(),
+        "command": ["python", *command[1:]],
+        "lines": lines,
+        "seconds": perf_counter() - start_s,
+        "status": process.returncode,
+    }
+
+
+def begun(path: Path) -> dict[str, Any]:
+    """What a file keeps of earlier runs on this very machine and these versions; else nothing but these."""
+    here = machine()
+    there = json.loads(path.read_text()) if path.exists() else {}
+    return {"machine": here, "tables": there["tables"] if there.get("machine") == here else {}}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,12 +88,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         print("\n".join(TABLES))
         return 0
-    found: dict[str, Any] = {"machine": machine(), "tables": {}}
-    for name in options.tables or TABLES:
+    path, asked = options.folder / "bench.json", options.tables or list(TABLES)
+    found = begun(path)
+    for name in asked:
         found["tables"][name] = run(name, TABLES[name])
-        write_text(options.folder / "bench.json", json.dumps(found, indent=1) + "\n")
-    failed = [name for name, table in found["tables"].items() if table["status"]]
-    print(f"\n{options.folder}/bench.json" + (f"; failed: {', '.join(failed)}" if failed else ""))
+        write_text(path, json.dumps(found, indent=1) + "\n")
+    failed = [name for name in asked if found["tables"][name]["status"]]
+    print(f"\n{path}" + (f"; failed: {', '.join(failed)}" if failed else ""))
     return int(bool(failed))
 
 
