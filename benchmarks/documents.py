@@ -21,6 +21,7 @@ from typing import Any
 from benchmarks import (
     decompose,
     digits,
+    engine,
     joint,
     moving,
     planner_rows,
@@ -44,7 +45,8 @@ PARTS: dict[str, Callable[[str, str], str]] = {
     "promise": lambda text, _: promise.table(text),
     "decompose": decompose.table,
     "digits": lambda text, _: digits.table(text),
-    "recovery": lambda text, _: recovery.table(text),
+    "engine": engine.table,
+    "recovery": recovery.table,
     "ranks": lambda text, _: ranks.table(text),
     "moving": lambda text, part: {"policies": moving.policy_table, "ratios": moving.ratio_table}[part](text),
     "planner": planner_rows.part,

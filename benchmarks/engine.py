@@ -1,16 +1,20 @@
 """The tensor engine against the allocator, against torch's checkpoint, and against plain dispatch.
 
-``python -m benchmarks.engine`` prints three tables: simulated against measured peaks (real and fake traces), our tape
+``python -m benchmarks.engine`` makes three tables: simulated against measured peaks (real and fake traces), our tape
 against ``torch.utils.checkpoint`` at the same boundaries, and the cost of recording and guided execution in
 microseconds an op.
+
+``FOLDER/engine.json`` keeps the figures; `benchmarks.documents` makes tables of a committed copy of it.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from time import thread_time
 from typing import Any
 
@@ -18,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.figures import markdown, rows_of, write_figures
 from benchmarks.nets import NETS, net_r, net_t, vision
 from benchmarks.peak import step_peak_bytes
 from ctdr_lightning.basics.torch_private import TorchDispatchMode
@@ -38,6 +43,49 @@ from ctdr_lightning.memory.recorder.recorder import Recorder
 from ctdr_lightning.memory.tape.online import Evictor
 
 MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Simulated over measured peaks of one net's step, above weights and inputs.
+
+    Attributes:
+        net: Its name.
+        n_ops: Ops of the step.
+        plain_bytes: Simulated peak of the plain step.
+        keep: The plan that keeps everything.
+        sqrt: The policy of that name.
+        least: The least of random plans.
+        most: The most of random plans.
+        fake: Simulated peak of a trace of fake tensors over that of the real trace, plain step.
+    """
+
+    net: str
+    n_ops: int
+    plain_bytes: int
+    keep: float
+    sqrt: float
+    least: float
+    most: float
+    fake: float
+
+
+@dataclass(frozen=True)
+class Boundaries:
+    """Measured peaks over the plain step's where outputs of blocks alone are kept, ``n_blocks`` of them a segment."""
+
+    net: str
+    n_blocks: int
+    ours: float
+    theirs: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Microseconds an op above plain eager."""
+
+    name: str
+    us_per_op: float
 
 
 def guided(net: nn.Module, step: Callable[[], torch.Tensor], made: Plan) -> Callable[[], None]:
@@ -62,23 +110,21 @@ def random_actions(trace: Trace, seed: int) -> Actions:
     return {v: RECOMPUTE if chooser.random() < 0.7 else RECOMPUTE_EACH for v in dropped}
 
 
-def prediction(n_random: int) -> None:
-    print(f"simulated / measured peak: keep, sqrt, [least, most] of {n_random} random plans; fake / real trace")
-    print(f"{'net':14s} {'ops':>5s} {'plain MiB':>9s}   keep   sqrt   random             fake")
+def prediction(n_random: int) -> Iterator[Peaks]:
+    """Simulated against measured peaks, net by net."""
     for name, make in NETS.items():
         net, inputs, step_of = make()
         step = partial(step_of, net, inputs)
         step().backward()
         net.zero_grad(set_to_none=True)
         trace = record(step)
-        fake = record_fake(net, inputs, step_of)
         plans = [plan(trace, policy="keep"), plan(trace, policy="sqrt")]
         plans += [Plan("random", simulate(trace, random_actions(trace, seed))) for seed in range(n_random)]
         ratios = [(p.peak_bytes - trace.resident_bytes) / step_peak_bytes(net, guided(net, step, p)) for p in plans]
-        shown = f"{ratios[0]:.4f} {ratios[1]:.4f} [{min(ratios[2:]):.4f}, {max(ratios[2:]):.4f}]"
         dynamic = plans[0].peak_bytes - trace.resident_bytes
+        fake = record_fake(net, inputs, step_of)
         same = (plan(fake, policy="keep").peak_bytes - fake.resident_bytes) / dynamic
-        print(f"{name:14s} {len(trace.ops):5d} {dynamic / MIB:9.1f}   {shown}   {same:.4f}", flush=True)
+        yield Peaks(name, len(trace.ops), dynamic, *ratios[:2], min(ratios[2:]), max(ratios[2:]), same)
 
 
 def outputs_kept(trace: Trace, segments: list[list[str]]) -> Actions:
@@ -113,9 +159,8 @@ def _run_checkpointed(forwards: list[Any], x: torch.Tensor) -> torch.Tensor:
     return checkpoint(run, x, use_reentrant=False)
 
 
-def boundaries() -> None:
-    print("\nonly block outputs kept: measured peak as a share of the plain step's")
-    print(f"{'net':10s} {'blocks a segment':>16s} {'ours':>7s} {'torch checkpoint':>17s}")
+def boundaries() -> Iterator[Boundaries]:
+    """Our tape and torch's checkpoint that keep the same outputs."""
     stages = [3, 4, 6, 3]
     cases = {
         "R": (net_r, [str(i) for i in range(1, 10)]),
@@ -128,13 +173,11 @@ def boundaries() -> None:
             net, inputs, step_of = make()
             step = partial(step_of, net, inputs)
             trace = record(step)
+            kept = Plan("outputs", simulate(trace, outputs_kept(trace, segments)))
             plain = step_peak_bytes(net, backward_of(step))
-            ours = step_peak_bytes(
-                net, guided(net, step, Plan("outputs", simulate(trace, outputs_kept(trace, segments))))
-            )
+            ours = step_peak_bytes(net, guided(net, step, kept))
             checkpoint_segments(net, segments)
-            theirs = step_peak_bytes(net, backward_of(step))
-            print(f"{name:10s} {size:16d} {ours / plain:7.4f} {theirs / plain:17.4f}", flush=True)
+            yield Boundaries(name, size, ours / plain, step_peak_bytes(net, backward_of(step)) / plain)
 
 
 class Nothing(TorchDispatchMode):
@@ -144,25 +187,25 @@ class Nothing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def cost(repeats: int) -> None:
+def costs(repeats: int) -> Iterator[Cost]:
+    """What each mode adds to plain eager: the least of some runs, plain and seen ones in turns."""
     net = nn.Sequential(*[m for _ in range(100) for m in (nn.Linear(8, 8), nn.Tanh(), nn.LayerNorm(8))])
     x = torch.randn(2, 8)
     trace = record(lambda: net(x).sum())
     drop = Plan("drop", simulate(trace, dict.fromkeys(trace.saved, RECOMPUTE)))
     some = plan(trace, policy="sqrt")
-    forward, both = len(trace.forward_ops), len(trace.ops)
-    rows = {
-        "do-nothing mode": (Nothing, False),
+    rows: dict[str, tuple[Callable[[], Any], bool]] = {
+        "a dispatch mode that does nothing": (Nothing, False),
         "guided, everything dropped": (lambda: Tape(drop), False),
-        "guided, sqrt": (lambda: Tape(some), False),
+        "guided, `sqrt`": (lambda: Tape(some), False),
         "recording": (Recorder, True),
         "recording with online eviction": (lambda: Recorder(evictor=Evictor(10**12)), True),
     }
-    print(f"\n{'cost an op over plain eager, least of ' + str(repeats):45s}  us")
     for name, (make, backward) in rows.items():
-        plain = min(_seconds(net, x, None, backward) for _ in range(repeats))
-        seen = min(_seconds(net, x, make(), backward) for _ in range(repeats))
-        print(f"{name:45s} {(seen - plain) / (both if backward else forward) * 1e6:5.1f}", flush=True)
+        runs = [(_seconds(net, x, None, backward), _seconds(net, x, make(), backward)) for _ in range(repeats)]
+        plain, seen = map(min, zip(*runs, strict=True))
+        n_ops = len(trace.ops if backward else trace.forward_ops)
+        yield Cost(name, (seen - plain) / n_ops * 1e6)
 
 
 def _seconds(net: nn.Module, x: torch.Tensor, context: Any, backward: bool) -> float:
@@ -179,15 +222,48 @@ def _seconds(net: nn.Module, x: torch.Tensor, context: Any, backward: bool) -> f
     return seconds
 
 
+def table(text: str, part: str) -> str:
+    """One part of an ``engine.json`` as a Markdown table: ``peaks``, ``boundaries`` or ``costs``."""
+    head, kind, cells = _TABLES[part]
+    return markdown(text, [head, *map(cells, rows_of(text, part, kind))])
+
+
+def _peaks(row: Peaks) -> list[str]:
+    random_plans = f"{row.least:.4f} to {row.most:.4f}"
+    plain = f"{row.plain_bytes / MIB:.1f}"
+    return [row.net, f"{row.n_ops:,}", plain, f"{row.keep:.4f}", f"{row.sqrt:.4f}", random_plans, f"{row.fake:.4f}"]
+
+
+def _boundaries(row: Boundaries) -> list[str]:
+    return [row.net, str(row.n_blocks), f"{row.ours:.3f}", f"{row.theirs:.3f}"]
+
+
+def _cost(row: Cost) -> list[str]:
+    return [row.name, f"{row.us_per_op:.1f}"]
+
+
+_TABLES: dict[str, tuple[list[str], type, Callable[[Any], list[str]]]] = {
+    "peaks": (["net", "ops", "plain MiB", "keep", "`sqrt`", "random plans", "fake / real"], Peaks, _peaks),
+    "boundaries": (["net", "blocks a segment", "ours", "torch's checkpoint"], Boundaries, _boundaries),
+    "costs": (["", "µs an op over plain eager"], Cost, _cost),
+}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Print the tables and write the figures."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--random", type=int, default=10, help="random plans a net")
     parser.add_argument("--repeats", type=int, default=30, help="runs behind each cost")
+    parser.add_argument("--folder", type=Path, default=Path("outputs/engine"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    prediction(options.random)
-    boundaries()
-    cost(options.repeats)
+    made = {"costs": costs(options.repeats), "boundaries": boundaries(), "peaks": prediction(options.random)}
+    found: dict[str, list[Any]] = {part: [] for part in made}
+    path = options.folder / "engine.json"
+    for part, rows in made.items():
+        found[part] = list(rows)
+        write_figures(path, **found)
+        print(table(path.read_text(), part), flush=True)
 
 
 if __name__ == "__main__":

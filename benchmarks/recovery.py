@@ -2,9 +2,10 @@
 
 ``python -m benchmarks.recovery`` trains the digits network densely, then decomposes every convolution but the first to
 an eighth of its parameters in a Trainer with `CTDRCallback`. The learning rate is held and falls to zero over the last
-two epochs. It prints test accuracy after the last epoch, one row a way, one column a seed, and the median and the mean;
-then the mean test cross-entropy, which still tells ways apart where accuracy is saturated. ``--setting short``: 32
-steps at the rate of dense training, falling from the first. ``--setting scratch``: that rate, the network untrained.
+two epochs (``tuned``). ``short``: 32 steps at the rate of dense training, falling from the first. ``lower``: the same
+steps at a lower rate. ``scratch``: the rate of dense training, the network untrained. A row a way: test accuracy after
+the last epoch, its median and mean over the seeds, and the mean test cross-entropy, which still tells ways apart where
+accuracy is saturated.
 
 ``FOLDER/recovery.json`` keeps the figures; `benchmarks.documents` makes a table of a committed copy of it.
 """
@@ -17,6 +18,7 @@ import logging
 import math
 import warnings
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import mean, median
 from typing import NamedTuple
@@ -46,6 +48,7 @@ class Setting(NamedTuple):
         falling: Epochs at the end over which it falls.
         share: Share of the training images seen in an epoch.
         trained: Epochs of dense training.
+        seeds: How many seeds it takes to tell the ways apart.
     """
 
     ways: dict[str, Way]
@@ -53,6 +56,7 @@ class Setting(NamedTuple):
     falling: int
     share: float = 1.0
     trained: int = 15
+    seeds: int = 3
 
 
 TUNED: dict[str, Way] = {
@@ -71,8 +75,9 @@ SCRATCH: dict[str, Way] = {
 }
 SETTINGS = {
     "tuned": Setting(TUNED, RATE, 2),
-    "short": Setting(SHORT, 0.1, 4, share=0.5),
-    "scratch": Setting(SCRATCH, 0.1, 8, trained=0),
+    "short": Setting(SHORT, 0.1, 4, share=0.5, seeds=9),
+    "lower": Setting(SHORT, RATE, 4, share=0.5, seeds=9),
+    "scratch": Setting(SCRATCH, 0.1, 8, trained=0, seeds=9),
 }
 
 
@@ -150,10 +155,33 @@ def recover(dense: nn.Module, data: Digits, way: Way, rank: float, seed: int, se
     return float(found["accuracy"]), float(found["loss"]), sum(p.numel() for p in module.parameters())
 
 
-def table(text: str) -> str:
-    """The figures of a ``recovery.json`` as a Markdown table."""
+@cache
+def dense_network(data: Digits, epochs: int, seed: int) -> nn.Module:
+    """The digits network, trained for so many epochs; to be copied."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    dense = network()
+    if epochs:
+        train(dense, data, epochs, 0.1)
+    return dense
+
+
+def rows_in(setting: Setting, data: Digits, rank: float, n_seeds: int) -> list[Row]:
+    """Every way of a setting, over its seeds."""
+    n_dense = sum(p.numel() for p in network().parameters())
+    found = []
+    for name, way in setting.ways.items():
+        runs = [recover(dense_network(data, setting.trained, seed), data, way, rank, seed, setting)
+                for seed in range(n_seeds)]  # fmt: skip
+        accuracies, losses, sizes = zip(*runs, strict=True)
+        found.append(Row(name, list(accuracies), mean(losses), n_dense / sizes[0]))
+    return found
+
+
+def table(text: str, part: str) -> str:
+    """One setting of a ``recovery.json`` as a Markdown table."""
     lines = [["", "accuracy by seed, %", "median", "mean", "mean cross-entropy", "times fewer parameters"]]
-    for row in rows_of(text, "rows", Row):
+    for row in rows_of(text, part, Row):
         seeds = ", ".join(f"{accuracy:.2f}" for accuracy in row.accuracies)
         middle = f"{median(row.accuracies):.2f}", f"{mean(row.accuracies):.2f}"
         lines.append([row.name, seeds, *middle, f"{row.loss:.3f}", f"{row.ratio:.1f}"])
@@ -161,42 +189,22 @@ def table(text: str) -> str:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the tables and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("settings", nargs="*", choices=[*SETTINGS, []], help="all by default")
+    parser.add_argument("--seeds", type=int, help="in the place of the settings' own number")
     parser.add_argument("--rank", type=float, default=0.125)
-    parser.add_argument("--setting", choices=SETTINGS, default="tuned")
-    parser.add_argument("--rate", type=float, help="instead of the setting's")
     parser.add_argument("--folder", type=Path, default=Path("outputs/recovery"))
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    setting = SETTINGS[arguments.setting]
-    setting = setting._replace(rate=arguments.rate or setting.rate)
-    data, found = Digits(), {way: [] for way in setting.ways}
-    for seed in range(arguments.first, arguments.first + arguments.seeds):
-        torch.manual_seed(seed)
-        np.random.seed(seed)
-        dense = network()
-        if setting.trained:
-            train(dense, data, setting.trained, 0.1)
-        for way, options in setting.ways.items():
-            found[way].append(recover(dense, data, options, arguments.rank, seed, setting))
-    n_dense = sum(p.numel() for p in network().parameters())
-    rows = [_row(way, runs, n_dense) for way, runs in found.items()]
-    print(f"digits, Tucker at {arguments.rank} of each layer; percent by seed, median, mean; mean cross-entropy")
-    for row in rows:
-        seeds = "  ".join(f"{accuracy:6.2f}" for accuracy in row.accuracies)
-        middle = f"{median(row.accuracies):6.2f}  {mean(row.accuracies):6.2f}   {row.loss:.4f}"
-        print(f"{row.name:36} {seeds}   {middle}   parameters x1/{row.ratio:.1f}")
-    write_figures(arguments.folder / "recovery.json", rows=rows)
-
-
-def _row(way: str, runs: list[tuple[float, ...]], n_dense: int) -> Row:
-    accuracies, losses, sizes = zip(*runs, strict=True)
-    return Row(way, list(accuracies), mean(losses), n_dense / sizes[0])
+    data, path, found = Digits(), arguments.folder / "recovery.json", {}
+    for name in arguments.settings or SETTINGS:
+        setting = SETTINGS[name]
+        found[name] = rows_in(setting, data, arguments.rank, arguments.seeds or setting.seeds)
+        write_figures(path, **found)
+        print(f"{name}\n\n{table(path.read_text(), name)}", flush=True)
 
 
 if __name__ == "__main__":

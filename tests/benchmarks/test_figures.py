@@ -3,7 +3,7 @@
 import json
 from datetime import date
 
-from benchmarks import decompose, digits, planning_time, promise, ranks, recovery
+from benchmarks import decompose, digits, engine, planning_time, promise, ranks, recovery
 from benchmarks.figures import machine, measured_on, write_figures
 
 
@@ -61,10 +61,26 @@ def test_accuracies_on_the_digits_are_told_below_the_dense_one(tmp_path):
 
 
 def test_recovery_is_told_by_seed_median_and_mean(tmp_path):
-    rows = [recovery.Row("one cut", [99.0, 98.0, 99.6], 0.0314, 7.6)]
-    assert lines_of(recovery.table(written(tmp_path, rows=rows))) == [
+    tuned = [recovery.Row("one cut", [99.0, 98.0, 99.6], 0.0314, 7.6)]
+    text = written(tmp_path, tuned=tuned, short=[recovery.Row("four cuts", [98.0], 0.02, 7.6)])
+    assert lines_of(recovery.table(text, "tuned")) == [
         "| one cut | 99.00, 98.00, 99.60 | 99.00 | 98.87 | 0.031 | 7.6 |"
     ]
+    assert lines_of(recovery.table(text, "short")) == ["| four cuts | 98.00 | 98.00 | 98.00 | 0.020 | 7.6 |"]
+
+
+def test_the_engine_is_told_against_the_allocator_the_checkpoint_and_plain_dispatch(tmp_path):
+    text = written(
+        tmp_path,
+        peaks=[engine.Peaks("R", 1391, 80 * 2**20, 1.0, 0.99996, 0.9987, 1.0002, 1.0)],
+        boundaries=[engine.Boundaries("R", 2, 0.4004, 0.41)],
+        costs=[engine.Cost("recording", 19.26)],
+    )
+    assert lines_of(engine.table(text, "peaks")) == [
+        "| R | 1,391 | 80.0 | 1.0000 | 1.0000 | 0.9987 to 1.0002 | 1.0000 |"
+    ]
+    assert lines_of(engine.table(text, "boundaries")) == ["| R | 2 | 0.400 | 0.410 |"]
+    assert lines_of(engine.table(text, "costs")) == ["| recording | 19.3 |"]
 
 
 def test_trained_networks_are_told_by_case_and_way(tmp_path):
