@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import (
+    bounds,
     decompose,
     digits,
     engine,
@@ -45,6 +46,7 @@ PARTS: dict[str, Callable[[str, str], str]] = {
     "promise": lambda text, _: promise.table(text),
     "decompose": decompose.table,
     "digits": lambda text, _: digits.table(text),
+    "bounds": bounds.table,
     "engine": engine.table,
     "recovery": recovery.table,
     "ranks": lambda text, _: ranks.table(text),

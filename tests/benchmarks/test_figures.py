@@ -3,7 +3,7 @@
 import json
 from datetime import date
 
-from benchmarks import decompose, digits, engine, planning_time, promise, ranks, recovery
+from benchmarks import bounds, decompose, digits, engine, planning_time, promise, ranks, recovery
 from benchmarks.figures import machine, measured_on, write_figures
 
 
@@ -95,3 +95,18 @@ def test_trained_networks_are_told_by_case_and_way(tmp_path):
         "| Z | 99.8 | 90, 90 (x8.1) | 99.02, 99.02 (x8.1) |",
         "| C | 99.8 |  | 97, 97 (x8.1) |",
     ]
+
+
+def test_bounds_are_told_with_each_policys_distance(tmp_path):
+    nets = [bounds.Bounded("R", 0.5, 1.05, {"checkmate": 1.0605, "rotor": None})]
+    text = written(tmp_path, chains=[bounds.Chain(8, 6, 1.0, 1.0833, 1.125)], nets=nets)
+    assert lines_of(bounds.table(text, "chains")) == ["| 8 | 6 | 1.000 | 1.083 | 1.125 |"]
+    assert lines_of(bounds.table(text, "nets")) == ["| R, 50% | 1.050 | 1.060 (+1.0%) | none |"]
+    assert "| `checkmate` | `rotor` |" in bounds.table(text, "nets")
+
+
+def test_a_uniform_chain_and_a_net_are_bounded():
+    few = next(bounds.chains(5.0))
+    assert 1 - 1e-6 <= few.relaxed <= few.optimum + 1e-6 <= few.rotor + 2e-6
+    row = next(bounds.bounded("T", ["rotor"], 1.0))
+    assert row.policies["rotor"] >= row.bound >= 1
