@@ -27,7 +27,7 @@ from ctdr_lightning.basics.files import write_text
 # Peers are in the first two: torch's checkpoint, checkpoint_sequential and memory budget in "policies", tensorly's
 # solvers in "decompose".
 TABLES: dict[str, tuple[str, ...]] = {
-    "policies": ("R", "T", "--rounds", "7"),
+    "policies": (),
     "decompose": (),
     "engine": (),
     "promise": (),

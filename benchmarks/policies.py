@@ -1,19 +1,20 @@
 """Every policy and torch's own ways to save memory, side by side: measured peak and time in one run on one thread.
 
-``python -m benchmarks.policies [R T ...] [--rounds 11] [--json FILE]``. Peaks are the profiler's allocation events
+``python -m benchmarks.policies [R T ...] [--rounds 7] [--folder FOLDER]``. Peaks are the profiler's allocation events
 above weights and inputs, new gradients included; times are thread time divided by that of a plain step just before,
 medians over rounds in which all rows take turns, so that slow phases of the machine cancel out. Freed memory stays with
 the process.
 For each row of others ``auto`` is also given that row's measured peak as its budget, and the last lines tell whether it
 was as small and as fast.
+
+``FOLDER/policies.json`` keeps the figures; `benchmarks.documents` makes tables of a committed copy of it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+from benchmarks.figures import markdown, measured_on, rows_of, write_figures
 from benchmarks.nets import NETS, net_rn18
 from benchmarks.peak import keep_freed_memory, step_peak_bytes
 from ctdr_lightning.basics.errors import CTDRError
@@ -40,8 +42,9 @@ Run = Callable[[], None]
 
 @dataclass
 class Row:
-    """One way to run the step; shares are of the plain peak and of the plain time."""
+    """One way to run a net's step; shares are of the plain peak and of the plain time."""
 
+    net: str
     name: str
     asked: float | None
     peak_mib: float
@@ -50,6 +53,24 @@ class Row:
     predicted_peak: float | None = None
     predicted_seconds: float | None = None
     predicted_ops: float | None = None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A rival on a net, and ``auto`` with the rival's measured peak for a budget; shares as in `Row`."""
+
+    net: str
+    rival: str
+    asked: float | None
+    rival_peak: float
+    rival_seconds: float
+    peak: float
+    seconds: float
+
+    @property
+    def dominated(self) -> bool:
+        """Whether ``auto`` is as small, and as fast to two percent."""
+        return self.peak <= self.rival_peak + 1e-9 and self.seconds <= self.rival_seconds * SLACK
 
 
 @dataclass
@@ -151,31 +172,18 @@ def seconds_of(net: nn.Module, run: Run) -> float:
     return seconds
 
 
-def rows_of(ways: list[Way], found: list[tuple[int, float]], trace: Trace) -> list[Row]:
-    plain_bytes, _ = found[0]
-    rows = []
-    for way, (peak, share) in zip(ways, found, strict=True):
-        row = Row(way.name, way.asked, peak / MIB, peak / plain_bytes, share)
-        if way.plan is not None:
-            row.predicted_peak = (way.plan.peak_bytes - trace.resident_bytes) / plain_bytes
-            row.predicted_seconds = way.plan.seconds / trace.seconds
-            row.predicted_ops = simulate(replace(trace, python_s_per_replay=0.0), way.plan).seconds / trace.seconds
-        rows.append(row)
-    return rows
+def row(net: str, way: Way, peak_bytes: int, seconds: float, plain_bytes: int, trace: Trace) -> Row:
+    """What was measured of one way, beside what was predicted."""
+    found = Row(net, way.name, way.asked, peak_bytes / MIB, peak_bytes / plain_bytes, seconds)
+    if way.plan is not None:
+        found.predicted_peak = (way.plan.peak_bytes - trace.resident_bytes) / plain_bytes
+        found.predicted_seconds = way.plan.seconds / trace.seconds
+        found.predicted_ops = simulate(replace(trace, python_s_per_replay=0.0), way.plan).seconds / trace.seconds
+    return found
 
 
-def show(rows: list[Row]) -> None:
-    print(f"{'way':28s} {'asked':>6s} {'MiB':>8s} {'peak':>6s} {'time':>6s}   predicted, ops alone")
-    for row in rows:
-        asked = f"{row.asked:.2f}" if row.asked is not None else ""
-        predicted = ""
-        if row.predicted_peak is not None:
-            predicted = f"{row.predicted_peak:.3f} x{row.predicted_seconds:.3f} x{row.predicted_ops:.3f}"
-        print(f"{row.name:28s} {asked:>6s} {row.peak_mib:8.2f} {row.peak:6.3f} x{row.seconds:.3f}   {predicted}")
-
-
-def table(name: str, rounds: int, compiled: bool) -> list[Row]:
-    """Measure one net, print its table and whether ``auto`` dominates."""
+def compare(name: str, rounds: int, compiled: bool) -> tuple[list[Row], list[Pair]]:
+    """Measure every way on one net, and ``auto`` with each rival's peak."""
     net, inputs, step_of = {**NETS, "RN18": net_rn18}[name]()
     step = partial(step_of, net, inputs)
     trace = steady_trace(net, step)
@@ -184,14 +192,14 @@ def table(name: str, rounds: int, compiled: bool) -> list[Row]:
     others = [*of_torch(net, inputs), *(of_partitioner(net, inputs, step_of) if compiled else ())]
     planned = list(of_policies(trace, step, dynamic_bytes))
     rivals = [*others, *(way for way in planned if way.name != "auto")]
-    peaks = [step_peak_bytes(net, way.run) for way in rivals]
-    answers = [answer(trace, step, peak, dynamic_bytes) for peak in peaks]
+    answers = [answer(trace, step, step_peak_bytes(net, way.run), dynamic_bytes) for way in rivals]
     ways = [plain, *rivals, *(w for w in planned if w.name == "auto"), *answers]
-    rows = rows_of(ways, measured(net, ways, rounds), trace)
-    print(f"\n{name}: plain peak {dynamic_bytes / MIB:.2f} MiB, {rounds} rounds")
-    show(rows[: len(rows) - len(answers)])
-    compare(rows[1 : 1 + len(rivals)], rows[len(rows) - len(answers) :])
-    return rows
+    found = measured(net, ways, rounds)
+    rows = [row(name, way, *of, found[0][0], trace) for way, of in zip(ways, found, strict=True)]
+    ours, theirs = rows[len(rows) - len(answers) :], rows[1 : 1 + len(rivals)]
+    pairs = [Pair(name, r.name, r.asked, r.peak, r.seconds, mine.peak, mine.seconds)
+             for r, mine in zip(theirs, ours, strict=True)]  # fmt: skip
+    return rows[: len(rows) - len(answers)], pairs
 
 
 def answer(trace: Trace, step: Callable[[], Tensor], peak_bytes: int, dynamic_bytes: int) -> Way:
@@ -200,31 +208,57 @@ def answer(trace: Trace, step: Callable[[], Tensor], peak_bytes: int, dynamic_by
     return Way("auto", guided(step, made), peak_bytes / dynamic_bytes, made)
 
 
-def compare(rivals: list[Row], answers: list[Row]) -> None:
-    print(f"\n{'rival':28s} {'peak':>6s} {'time':>6s}   auto at that peak   dominated")
-    n_dominated = 0
-    for rival, mine in zip(rivals, answers, strict=True):
-        dominated = mine.peak <= rival.peak + 1e-9 and mine.seconds <= rival.seconds * SLACK
-        n_dominated += dominated
-        verdict = "yes" if dominated else "no"
-        print(
-            f"{rival.name:28s} {rival.peak:6.3f} x{rival.seconds:.3f}   {mine.peak:.3f} x{mine.seconds:.3f}  {verdict}"
-        )
-    print(f"auto is as small, and as fast to {SLACK - 1:.0%}, as {n_dominated} of {len(rivals)} rivals")
+def table(text: str, part: str) -> str:
+    """Of a ``policies.json`` torch's ways, `rotor` and `auto` on the net ``part``, or the ``rivals`` in words."""
+    if part == "rivals":
+        return f"{rivals(rows_of(text, 'pairs', Pair))}\n{measured_on(text)}\n"
+    hidden = {"plain", *POLICIES} - {"rotor", "auto"}
+    rows = [row for row in rows_of(text, "ways", Row) if row.net == part and row.name not in hidden]
+    head = [part, "asked", "peak", "time", "simulated: peak", "time", "of the operations alone"]
+    return markdown(text, [head, *map(_cells, rows)])
+
+
+def _cells(row: Row) -> list[str]:
+    asked = "" if row.asked is None else f"{row.asked:.2f}"
+    shown = [] if row.predicted_peak is None else [f"{row.predicted_peak:.3f}"]
+    shown += [f"x{s:.3f}" for s in (row.predicted_seconds, row.predicted_ops) if s is not None]
+    return [f"`{row.name}`", asked, f"{row.peak:.3f}", f"x{row.seconds:.3f}", *(shown or [""] * 3)]
+
+
+def rivals(pairs: Sequence[Pair]) -> str:
+    """How many rivals ``auto`` equals on each net, and those that it does not."""
+    lines = []
+    for net in dict.fromkeys(pair.net for pair in pairs):
+        of = [pair for pair in pairs if pair.net == net]
+        ahead = [_ahead(pair) for pair in of if not pair.dominated]
+        told = f"{net}: as small, and as fast to {SLACK - 1:.0%}, as {len(of) - len(ahead)} of {len(of)} rivals"
+        lines.append(f"* {told}{'; ahead of it: ' if ahead else ''}{', '.join(ahead)}.\n")
+    return "".join(lines)
+
+
+def _ahead(pair: Pair) -> str:
+    theirs, ours = (f"{p:.3f}, x{s:.3f}" for p, s in ((pair.rival_peak, pair.rival_seconds), (pair.peak, pair.seconds)))
+    return f"`{pair.rival}` ({theirs}; `auto` {ours})"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Print the tables and write the figures."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("nets", nargs="*", default=["R", "T"])
-    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--no-compile", action="store_true", help="leave out activation_memory_budget")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--folder", type=Path, default=Path("outputs/policies"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
-    found = {name: table(name, options.rounds, not options.no_compile) for name in options.nets}
-    if options.json:
-        options.json.write_text(json.dumps({k: [asdict(r) for r in rows] for k, rows in found.items()}, indent=1))
+    path, ways, pairs = options.folder / "policies.json", [], []
+    for name in options.nets:
+        rows, answered = compare(name, options.rounds, not options.no_compile)
+        ways += rows
+        pairs += answered
+        write_figures(path, ways=ways, pairs=pairs)
+        print(table(path.read_text(), name), flush=True)
+    print(table(path.read_text(), "rivals"))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 import json
 from datetime import date
 
-from benchmarks import bounds, decompose, digits, engine, planning_time, promise, ranks, recovery
+import pytest
+
+from benchmarks import bounds, decompose, digits, engine, planning_time, policies, promise, ranks, recovery
 from benchmarks.figures import machine, measured_on, write_figures
 
 
@@ -110,3 +112,33 @@ def test_a_uniform_chain_and_a_net_are_bounded():
     assert 1 - 1e-6 <= few.relaxed <= few.optimum + 1e-6 <= few.rotor + 2e-6
     row = next(bounds.bounded("T", ["rotor"], 1.0))
     assert row.policies["rotor"] >= row.bound >= 1
+
+
+def test_policies_are_told_a_row_a_way_and_rivals_that_are_ahead(tmp_path):
+    ways = [
+        policies.Row("R", "checkpoint", None, 9.0, 0.5, 1.5),
+        policies.Row("R", "auto", 0.5, 9.0, 0.49, 1.2, 0.49, 1.19, 1.1),
+    ]
+    near, ahead = (policies.Pair("R", name, 0.5, 0.5, s, 0.5, 1.2) for name, s in (("rotor", 1.18), ("dtr", 1.1)))
+    text = written(tmp_path, ways=[*ways, policies.Row("T", "auto", 0.5, 9.0, 0.4, 1.1)], pairs=[near, ahead])
+    assert lines_of(policies.table(text, "R")) == [
+        "| `checkpoint` |  | 0.500 | x1.500 |  |  |  |",
+        "| `auto` | 0.50 | 0.490 | x1.200 | 0.490 | x1.190 | x1.100 |",
+    ]
+    assert policies.table(text, "rivals").startswith(
+        "* R: as small, and as fast to 2%, as 1 of 2 rivals; ahead of it: `dtr` (0.500, x1.100; `auto` 0.500, x1.200)."
+    )
+
+
+@pytest.mark.slow
+def test_auto_is_measured_beside_each_rival_with_its_peak(monkeypatch):
+    monkeypatch.setattr(policies, "SHARES", (0.6,))
+    monkeypatch.setattr(policies, "POLICIES", ("auto", "rotor"))
+    rows, pairs = policies.compare("T", 1, compiled=False)
+    assert rows[0].name == "plain"
+    assert [row.name for row in rows[-2:]] == ["rotor", "auto"]
+    assert [pair.rival for pair in pairs] == [row.name for row in rows[1:-1]]
+    for row in rows[-2:]:
+        assert row.peak == pytest.approx(row.predicted_peak, rel=0.01)
+        assert row.peak <= 0.61
+    assert all(pair.peak <= pair.rival_peak * 1.001 for pair in pairs)
