@@ -39,9 +39,10 @@ from ctdr_recipes.evaluation.tables import PARTS as EVALUATION
 from ctdr_recipes.evaluation.tables import Evaluation
 
 ROOT = Path(__file__).parents[1]
+
 _BLOCK = re.compile(r"(<!-- from (?P<data>\S+): (?P<part>\w+) -->\n)(?P<text>.*?)(<!-- end -->)", re.DOTALL)
 PARTS: dict[str, Callable[[str, str], str]] = {
-    "demo": lambda text, _: f"```text\n{demo.table(demo.from_json(text))}\n```\n",
+    "demo": lambda text, _: _demo(text),
     "joint": lambda text, _: joint.table(text),
     "planning_time": lambda text, _: planning_time.table(text),
     "promise": lambda text, _: promise.table(text),
@@ -58,6 +59,13 @@ PARTS: dict[str, Callable[[str, str], str]] = {
     "trials": lambda text, _: trials.table(text),
     "evaluation": lambda text, part: EVALUATION[part](Evaluation.from_json(text)),
 }
+
+
+def _demo(text: str) -> str:
+    """The demo's table, its day and its versions."""
+    told = json.loads(text)
+    shown = demo.table(demo.from_json(text))
+    return f"```text\n{shown}\n```\n\nMeasured on {told['day']}, one thread, the three in turns; {told['versions']}.\n"
 
 
 def filled(document: str, root: Path = ROOT) -> str:

@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from datetime import date
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -128,7 +129,7 @@ def table(rows: Mapping[str, Row]) -> str:
 
 
 def to_json(rows: Mapping[str, Row]) -> str:
-    """The table's figures as JSON, with the versions that they were measured with."""
+    """The table's figures as JSON, with today's date and the versions that they were measured with."""
     versions = f"ctdr-lightning {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     figures = {
         name: {
@@ -139,7 +140,7 @@ def to_json(rows: Mapping[str, Row]) -> str:
         }
         for name, row in rows.items()
     }
-    return json.dumps({"versions": versions, "rows": figures}, indent=1) + "\n"
+    return json.dumps({"day": date.today().isoformat(), "versions": versions, "rows": figures}, indent=1) + "\n"
 
 
 def from_json(text: str) -> dict[str, Row]:
