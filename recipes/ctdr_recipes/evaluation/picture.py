@@ -35,7 +35,7 @@ def draw_evaluation(rows: Sequence[Row], path: Path) -> None:
         axes.axhline(1, color="#dadce0", linewidth=1)
         for technique, row in of.items():
             place = row.peak_bytes / dense.peak_bytes, row.seconds / dense.seconds
-            axes.plot(*place, "o", color=_COLOURS[technique], label=technique, markersize=7)
+            axes.plot(*place, "o", color=_COLOURS[technique], label=technique, markersize=7, clip_on=False)
         axes.set_title(name, loc="left", fontsize=10)
         axes.set(xlim=(0, None), ylim=(0, None))
         axes.spines[["top", "right"]].set_visible(False)
