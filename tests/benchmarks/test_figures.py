@@ -142,3 +142,12 @@ def test_auto_is_measured_beside_each_rival_with_its_peak(monkeypatch):
         assert row.peak == pytest.approx(row.predicted_peak, rel=0.01)
         assert row.peak <= 0.61
     assert all(pair.peak <= pair.rival_peak * 1.001 for pair in pairs)
+
+
+@pytest.mark.slow
+def test_the_engine_is_as_small_as_a_checkpoint_and_as_predicted():
+    peaks = next(engine.prediction(2))
+    assert [peaks.keep, peaks.sqrt, peaks.least, peaks.most] == pytest.approx([1.0] * 4, abs=0.01)
+    kept = next(engine.boundaries())
+    assert kept.ours <= kept.theirs * 1.01
+    assert {cost.name for cost in engine.costs(1)} >= {"recording"}
