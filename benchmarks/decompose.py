@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="runs of each solver, the least counts")
     parser.add_argument("--folder", type=Path, default=Path("outputs/decompose"))
     options = parser.parse_args()
-    warnings.filterwarnings("ignore", module="tensorly")
+    warnings.simplefilter("ignore")  # of tensorly, and of hard cuts, which are asked for here
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     solved = solvers(options.size, options.rounds)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import warnings
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -210,6 +211,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--folder", type=Path, default=Path("outputs/digits"))
     options = parser.parse_args()
+    warnings.simplefilter("ignore")  # hard cuts are asked for here
     torch.set_num_threads(1)
     data, trained = Digits(), []
     for number in range(options.seeds):
