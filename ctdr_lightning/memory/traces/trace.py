@@ -170,7 +170,7 @@ class Trace(MadeOnce):
         """Indices of the forward's ops: what a guided tape sees, in order."""
         return tuple(i for i, op in enumerate(self.ops) if not op.backward)
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         """Time of the plain step: the sum over its ops."""
         return sum(op.seconds for op in self.ops)
