@@ -11,14 +11,12 @@ Complexity: a program of about the droppable values times the ticks, in whole nu
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
+from ctdr_lightning.memory.bounds.limited_ticks import LimitedTicks
 from ctdr_lightning.memory.bounds.linear_program import Solution
-from ctdr_lightning.memory.bounds.staged_program import StagedProgram, choose_ticks, least_bytes_at, lives_of
+from ctdr_lightning.memory.bounds.staged_program import StagedProgram, lives_of
 from ctdr_lightning.memory.bounds.tape_program import TapeProgram
 from ctdr_lightning.memory.plans.actions import Action
 from ctdr_lightning.memory.simulator.prepared import Prepared
@@ -33,8 +31,6 @@ TOLERANCE = 1e-6
 # Six rounds leave RN18 at 0.4 of its peak 0.6 % above its bound after 8 s, a seventh took 11 s more and found nothing.
 # Programs of so many variables take up to 5 s.
 MOST_ROUNDS, MOST_VARIABLES = 6, 2_500
-# Ticks that a round adds, and how many ticks around each of them count as the same place.
-TICKS_A_ROUND, NEAR = 2, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +64,7 @@ class Rounds:
     def __init__(self, step: Prepared, peak_bytes: int) -> None:
         self._step = step
         self._limit = peak_bytes
-        self._ticks: set[int] = set(choose_ticks(step.trace, step.plain_bytes_at, peak_bytes, 1))
+        self._limited = LimitedTicks(step, peak_bytes)
         self._n_variables = 0
         self.found: list[Round] = []
 
@@ -89,17 +85,17 @@ class Rounds:
         if not self.found:
             self._solve(StagedProgram)
             return True
-        last, n_ticks = self.found[-1], len(self._ticks)
-        if last.actions is None or not last.excess_bytes or not last.is_solved or not self._limit_more(last.actions):
+        last, limited, n_ticks = self.found[-1], self._limited, len(self._limited.ticks)
+        if last.actions is None or not last.excess_bytes or not last.is_solved or not limited.add_worst(last.actions):
             return False
-        if self._n_variables * len(self._ticks) > MOST_VARIABLES * n_ticks:
+        if self._n_variables * len(limited.ticks) > MOST_VARIABLES * n_ticks:
             return False
         self._solve(TapeProgram)
         return True
 
     def _solve(self, kind: type[StagedProgram]) -> None:
         trace = self._step.trace
-        staged = kind(trace, sorted(self._ticks), self._limit, lives_of(self._step))
+        staged = kind(trace, sorted(self._limited.ticks), self._limit, lives_of(self._step))
         self._n_variables = staged.program.n_variables
         self.found.append(self._round(staged, staged.program.solve(float("inf"), WHOLE_GAP, WHOLE_NODES)))
 
@@ -112,54 +108,7 @@ class Rounds:
         is_solved = solved.cost - solved.bound <= WHOLE_GAP * solved.cost + TOLERANCE
         return Round(plain_s * (1 + solved.bound - TOLERANCE), actions, excess, is_solved)
 
-    def _limit_more(self, actions: dict[int, Action]) -> bool:
-        """Limit bytes at the worst places of a plan; whether there was one where they were not limited."""
-        live, n_added = Simulator(self._step, actions).bytes_at().copy(), 0
-        while n_added < TICKS_A_ROUND and live.max() > self._limit:
-            worst = int(live.argmax())
-            live[max(worst - NEAR, 0) : worst + NEAR + 1] = 0
-            more = self._around(worst) - self._ticks
-            self._ticks |= more
-            n_added += bool(more)
-        return n_added > 0
-
-    def _around(self, tick: int) -> set[int]:
-        """An op's tick itself; of an unpack those on both sides, so that it is alone between them."""
-        places = self._places
-        if tick in places.ops:
-            return {tick}
-        asks, at = places.asks, bisect_left(places.asks, tick)
-        before = asks[at - 1] if at else -1
-        after = asks[at + 1] if at + 1 < len(asks) else self._step.trace.n_ticks
-        return places.highest(before + 1, tick) | places.highest(tick + 1, after)
-
-    @property
-    def _places(self) -> _Places:
-        return self._step.once("places", lambda: _Places(self._step))
-
 
 def rounds_of(step: Prepared, peak_bytes: int) -> Rounds:
     """The rounds of a step at one peak, kept with the step: bounds and plans, no programs."""
     return step.once(("rounds", peak_bytes), lambda: Rounds(step, peak_bytes))
-
-
-class _Places:
-    """Where bytes can be limited.
-
-    Attributes:
-        ops: Ticks of ops.
-        asks: Ticks at which the backward asks for a value that may be dropped, rising.
-    """
-
-    def __init__(self, step: Prepared) -> None:
-        trace = step.trace
-        self.ops = {op.tick for op in trace.ops}
-        saves = (s for v in trace.saved if v in trace.droppable for s in trace.values[v].saves)
-        self.asks = sorted(t for s in saves for t in s.unpacked)
-        self._bytes_at = np.where([t in self.ops for t in range(trace.n_ticks)], least_bytes_at(step), -1)
-
-    def highest(self, first: int, end: int) -> set[int]:
-        """The op's tick in a range at which most is there under every plan; empty where no op runs in it."""
-        if first >= end or self._bytes_at[first:end].max() < 0:
-            return set()
-        return {first + int(self._bytes_at[first:end].argmax())}

@@ -10,7 +10,7 @@ from ctdr_lightning.memory.search.fastest import Fastest, smallest_within
 from ctdr_lightning.memory.search.frontier import CHOICES, Frontier
 from ctdr_lightning.memory.search.local_search import LocalSearch
 from ctdr_lightning.memory.search.moves import Moves
-from ctdr_lightning.memory.search.rounding import relaxed_plans
+from ctdr_lightning.memory.search.rounding import narrowed_plans, relaxed_plans
 from tests.memory.graphs import GRAPHS, Node, chain, dense_block, graph_trace, residual, u_net
 
 SMALL = {
@@ -115,6 +115,24 @@ def test_rounded_plans_are_near_the_bound_they_come_from(name):
         peaks.append(timeline.peak_bytes)
         assert timeline.peak_bytes > limit or timeline.seconds >= bound * (1 - 1e-9)
     assert min(peaks) <= 1.15 * limit
+
+
+@pytest.mark.parametrize(("name", "share"), [("uniform chain", 0.5), ("residual", 0.6)])
+def test_a_narrowed_plan_fits_where_the_first_relaxation_breaks_the_budget(name, share):
+    step = Prepared(graph_trace(GRAPHS[name]))
+    limit = int(share * step.plain_peak_bytes)
+    (first,) = relaxed_plans(step, limit, ((1, 0.0),), (0.5,))
+    assert simulate(step.trace, first).peak_bytes > limit
+    timelines = [simulate(step.trace, actions) for actions in narrowed_plans(step, limit)]
+    fitting = [timeline.seconds for timeline in timelines if timeline.peak_bytes <= limit]
+    assert fitting
+    assert min(fitting) >= lower_bound_seconds(step, limit) * (1 - 1e-9)
+
+
+def test_nothing_is_narrowed_where_the_first_relaxation_fits_or_nothing_can():
+    step = Prepared(graph_trace(GRAPHS["vgg"]))
+    assert list(narrowed_plans(step, step.plain_peak_bytes)) == []
+    assert list(narrowed_plans(step, 1)) == []
 
 
 def test_the_smallest_within_a_time_takes_no_longer():
