@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.planner [--nets tuned | held-out | NAME ...] [--shares 0.8 ...]``. One row a
 net and share of the plain peak above weights: seconds over the plain step, the gap to the lower bound, the fastest
-other policy, and seconds of planning (process time, one thread, the bound included). ``floor`` is a proof that nothing
+other policy (where the gap is so large that one may be ahead), and seconds of planning (process time, one thread, the
+bound included). ``floor`` is a proof that nothing
 fits; ``none`` means that nothing was found. ``--lengths 60`` plans a transformer for so many sequence lengths instead.
 Recorded traces are kept in a folder, so that a second run need not record. ``FOLDER/planner.json`` holds the rows; the
 table of ``docs/policies.md`` is made from a committed copy of it.
@@ -22,7 +23,7 @@ from torch import nn
 from benchmarks.figures import write_figures
 from benchmarks.nets import Attention
 from benchmarks.planner_nets import HELD_OUT, NETS, TUNED
-from benchmarks.planner_rows import Row, summary
+from benchmarks.planner_rows import AHEAD, Row, summary
 from ctdr_lightning.basics.errors import CTDRError, InfeasibleBudgetError
 from ctdr_lightning.memory import POLICIES, Budget, Prepared, Trace, plan, record_fake, simulate
 from ctdr_lightning.memory.bounds.lower_bound import floor_bytes
@@ -58,7 +59,7 @@ def rivals_of(step: Prepared, limit: int) -> dict[str, float]:
 
 
 def measure(name: str, trace: Trace, share: float, *, rivals: bool) -> Row:
-    """Plan one net at one share, and ask every other policy where a plan may exist."""
+    """Plan one net at one share, and ask every other policy where one may be ahead: not where the bound is so near."""
     start = time.process_time()
     step = Prepared(trace)
     limit = trace.resident_bytes + int(share * (step.plain_peak_bytes - trace.resident_bytes))
@@ -69,7 +70,8 @@ def measure(name: str, trace: Trace, share: float, *, rivals: bool) -> Row:
         slowdown = gap = None
     plan_s = time.process_time() - start
     proven = floor_bytes(step) > limit
-    others = rivals_of(step, limit) if rivals and not proven else {}
+    undecided = not proven and (gap is None or gap > AHEAD)
+    others = rivals_of(step, limit) if rivals and undecided else {}
     best = min(others, key=lambda policy: others[policy], default="")
     best_slowdown = others[best] / trace.seconds if best else None
     return Row(name, len(trace.ops), share, slowdown, gap, best, best_slowdown, plan_s, proven)
