@@ -10,7 +10,6 @@ PAGES = {path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT /
 # Their tables are of earlier runs and not made from data.
 BY_HAND = {
     ("budgets.md", "promise"),
-    ("engine.md", "engine"),
     ("offload.md", "offload"),
     ("policies.md", "bounds"),
     ("policies.md", "policies"),
