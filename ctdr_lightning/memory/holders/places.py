@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ctdr_lightning.basics.devices import DEVICES
+from ctdr_lightning.basics.devices import DEVICES, DeviceModel
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.memory.codecs import CODECS
 from ctdr_lightning.memory.holders.base import HOLDERS, HolderOptions, Holders
@@ -22,6 +22,14 @@ _HOST_BYTES_PER_S = {
 _NVME = Link("disk", 2e9, 3e9, latency_s=1e-4, granule=4096)  # one NVMe drive, sustained
 # A codec of a few elementwise passes reads and writes about six times what it is given.
 _PASSES = 6
+
+
+def _table_cost(name: str, device: DeviceModel) -> CodecCost:
+    codec, rate, call_s = CODECS[name], _PASSES / device.bytes_per_s, _PASSES * device.launch_s
+    return CodecCost(
+        name, codec.exact, codec.needs, codec.payload_bits, codec.side_bits, codec.drops_zeros, rate, rate,
+        encode_call_s=call_s, decode_call_s=call_s,
+    )  # fmt: skip
 
 
 def _names(argument: str, given: str | Sequence[str] | None, known: Sequence[str]) -> tuple[str, ...]:
@@ -114,13 +122,7 @@ class Places:
             name: A name in the device table, such as ``"a100"``.
         """
         host = Link("host", _HOST_BYTES_PER_S[name], _HOST_BYTES_PER_S[name], latency_s=1e-5, granule=512)
-        seconds_per_byte = _PASSES / DEVICES[name].bytes_per_s
-        costs = [
-            CodecCost(
-                codec, c.exact, c.needs, c.payload_bits, c.side_bits, c.drops_zeros, seconds_per_byte, seconds_per_byte
-            )
-            for codec, c in ((codec, CODECS[codec]) for codec in self.codecs)
-        ]
+        costs = [_table_cost(codec, DEVICES[name]) for codec in self.codecs]
         return [{"host": host, "disk": _NVME}[to] for to in self.offload if to in ("host", "disk")], costs
 
     def equip(self, trace: Trace, device_name: str | None = None) -> Trace:

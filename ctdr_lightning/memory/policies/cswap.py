@@ -57,5 +57,5 @@ def _pays(trace: Trace, value: int, to: str) -> bool:
     hidden_s = trace.ops[trace.values[value].op].seconds
     dense = sum(max(seconds - hidden_s, 0.0) for seconds in link.seconds(n_bytes))
     packed = link.seconds(away_bytes(trace, value, (ZERO_VALUE,)))
-    codec_s = n_bytes * (cost.encode_s_per_byte + cost.decode_s_per_byte)
+    codec_s = cost.encode_seconds(n_bytes) + cost.decode_seconds(n_bytes)
     return codec_s + sum(max(seconds - hidden_s, 0.0) for seconds in packed) < dense

@@ -119,8 +119,8 @@ def away_effect(trace: Trace, value: int, action: Away, needed: int | None, unti
     """
     made, dense = trace.ops[trace.values[value].op].tick, trace.value_bytes(value)
     costs = _fitting(trace, value, action.codecs)
-    encode_s = dense * sum(cost.encode_s_per_byte for cost in costs)
-    decode_s = dense * sum(cost.decode_s_per_byte for cost in costs) if needed is not None else 0.0
+    encode_s = sum(cost.encode_seconds(dense) for cost in costs)
+    decode_s = sum(cost.decode_seconds(dense) for cost in costs) if needed is not None else 0.0
     packed = packed_bytes(facts_of(trace)[value], costs)
     last = until if needed is None else needed
     found: list[Interval] = []

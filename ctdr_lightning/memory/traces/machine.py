@@ -52,6 +52,8 @@ class CodecCost:
         decode_s_per_byte: Time to decode, by the output's bytes.
         encode_temp_share: Bytes that encoding takes meanwhile, as a share of the input's.
         decode_temp_share: Bytes that decoding takes meanwhile, as a share of the output's.
+        encode_call_s: Time that encoding takes besides, whatever the size.
+        decode_call_s: The same of decoding.
     """
 
     name: str
@@ -64,3 +66,13 @@ class CodecCost:
     decode_s_per_byte: float = 0.0
     encode_temp_share: float = 1.0
     decode_temp_share: float = 1.0
+    encode_call_s: float = 0.0
+    decode_call_s: float = 0.0
+
+    def encode_seconds(self, n_bytes: int) -> float:
+        """Time to encode so many bytes."""
+        return self.encode_call_s + n_bytes * self.encode_s_per_byte
+
+    def decode_seconds(self, n_bytes: int) -> float:
+        """Time to decode so many bytes."""
+        return self.decode_call_s + n_bytes * self.decode_s_per_byte

@@ -8,8 +8,8 @@ import torch
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.torch_private import allocations_of
 from ctdr_lightning.memory.codecs import CODECS, decode, encode
-from ctdr_lightning.memory.codecs.packing import pack_bits, unpack_bits
-from ctdr_lightning.memory.holders.measure import measure_codecs
+from ctdr_lightning.memory.codecs.packing import pack_bits, unpack_as, unpack_bits
+from ctdr_lightning.memory.holders.measure import _line, measure_codecs
 from ctdr_lightning.memory.simulator.away import packed_bytes, temporary_growth
 from ctdr_lightning.memory.traces.facts import Facts
 
@@ -135,6 +135,18 @@ def test_no_more_bytes_than_planned(name):
     assert encode(flat, (name,), row=64).n_bytes <= packed_bytes(facts, [cost]) + slack
     assert cost.exact == CODECS[name].exact
     assert min(cost.encode_s_per_byte, cost.decode_s_per_byte) > 0
+    assert min(cost.encode_call_s, cost.decode_call_s) >= 0
+
+
+def test_a_sign_is_positive_or_not_wherever_the_value_comes_from():
+    flat = torch.tensor([-1.0, 0.0, 2.0, -0.0, 3.0])
+    assert torch.equal(decode(encode(flat, ("sign",))), (flat > 0).float())
+
+
+def test_what_a_call_takes_is_told_from_what_a_byte_takes():
+    """Of a line its two parts; where the larger sample is not slower, all of its time is the bytes'."""
+    assert _line(1000, 7.0, 200, 3.0) == pytest.approx((2.0, 0.005))
+    assert _line(1000, 2.0, 200, 3.0) == pytest.approx((2.6, 0.002))
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -176,6 +188,9 @@ def test_bits_are_packed_and_unpacked(n):
         packed = pack_bits(view)
         assert packed.numel() == -(-view.numel() // 8)
         assert torch.equal(unpack_bits(packed, view.numel()), view)
+        for dtype in FLOATS:
+            one = torch.tensor(1.25, dtype=dtype)
+            assert torch.equal(unpack_as(packed, view.numel(), one), view * one)
 
 
 def test_an_unknown_codec_is_an_error_with_the_names():
