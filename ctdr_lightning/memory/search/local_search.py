@@ -56,7 +56,6 @@ class LocalSearch:
         seed: Seed of the random changes.
         allowance: Work that may be done; see ``work``.
         limit_s: Safety stop, in seconds of this thread. When it fires, the result depends on the machine's speed.
-        held: Actions that stay as they are, such as codecs; the frontier's plans leave them out.
 
     Attributes:
         frontier: The best plans so far.
@@ -71,9 +70,8 @@ class LocalSearch:
         seed: int = 0,
         allowance: float = 300_000,
         limit_s: float = math.inf,
-        held: Actions | None = None,
     ) -> None:
-        self._simulator = Simulator(step, held)
+        self._simulator = Simulator(step)
         self._moves = Moves(self._simulator)
         self._resident_bytes = self._simulator.trace.resident_bytes
         self._random = random.Random(seed)

@@ -35,7 +35,7 @@ class Moves:
     """A plan under change.
 
     Args:
-        simulator: The plan to change; it is changed along. Values that it gives an action already have no moves.
+        simulator: The plan to change; it is changed along.
 
     Attributes:
         items: The values that have moves, in the order in which they are made. What is so small that all of it together
@@ -49,7 +49,7 @@ class Moves:
     def __init__(self, simulator: Simulator) -> None:
         self.simulator = simulator
         trace = simulator.trace
-        values = sorted(trace.droppable - simulator.actions.keys())
+        values = sorted(trace.droppable)
         least = NEGLIGIBLE_SHARE * (simulator.peak_bytes - trace.resident_bytes) / max(len(values), 1)
         self.items = [v for v in values if trace.value_bytes(v) >= least]
         self.default = bytes(_KEEP if trace.values[v].saves else _EACH for v in self.items)

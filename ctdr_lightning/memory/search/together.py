@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ctdr_lightning.memory.plans.actions import Action, Actions, Compress, Offload, Recompute, action_of
-from ctdr_lightning.memory.search.local_search import LocalSearch
 from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.schedule import scheduled
 from ctdr_lightning.memory.simulator.simulator import Simulator
@@ -25,8 +24,6 @@ FREE_KINDS = ("two_valued", "bool", "index", "sign_only")
 # Rounds of "send what is live at the peak, settle the ticks, look for the new peak". On BIG and the nets of
 # benchmarks/offload.py all that ever fitted did so in 10 rounds.
 ROUNDS = 16
-# Work of one local search around fixed codecs, three of which are made for a peak.
-POLISH_WORK = 60_000
 # Values below this share of the plain step's bytes are not worth a transfer: all of them together hardly count.
 WORTH_MOVING = 0.004
 
@@ -63,7 +60,7 @@ def put_away(step: Prepared, starts: Iterable[Actions], limit_bytes: int) -> Ite
     if not codecs and not trace.links:
         return
     for start in starts:
-        smaller = _polished(step, _with_codecs(trace, start, codecs), limit_bytes)
+        smaller = _with_codecs(trace, start, codecs)
         if Simulator(step, smaller).peak_bytes <= limit_bytes:
             yield smaller
             continue
@@ -76,17 +73,6 @@ def _with_codecs(trace: Trace, start: Actions, codecs: dict[int, Action]) -> dic
     """A plan with codecs on everything that it keeps."""
     kept = {v: c for v, c in codecs.items() if not isinstance(action_of(trace, start, v), Recompute)}
     return dict(start) | kept
-
-
-def _polished(step: Prepared, start: dict[int, Action], limit_bytes: int) -> dict[int, Action]:
-    """A plan's recomputation fitted anew to the bytes that its codecs leave: less of it, or just enough more."""
-    held = {v: action for v, action in start.items() if isinstance(action, Compress)}
-    if not held:
-        return start
-    search = LocalSearch(step, allowance=POLISH_WORK, held=held)
-    search.polish(start, limit_bytes)
-    best = search.frontier.at(limit_bytes) or search.frontier.least
-    return search.frontier.actions(best) | held
 
 
 def _send_until_it_fits(step: Prepared, start: dict[int, Action], to: str, limit_bytes: int) -> dict[int, Action]:

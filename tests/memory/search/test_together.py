@@ -44,6 +44,6 @@ def test_values_are_recomputed_only_for_what_codecs_leave_above_the_budget(recor
     assert len(codecs) == N_BLOCKS
     one_value = trace.value_bytes(next(iter(codecs)))
     compressed_peak_bytes = Simulator(trace, codecs).peak_bytes
-    made = plan(trace, compressed_peak_bytes - one_value // 2, "together")
+    made = plan(trace, compressed_peak_bytes - one_value // 2, "auto")
     assert made.away == codecs
     assert sum(isinstance(action, Recompute) for action in made.actions.values()) == 1
