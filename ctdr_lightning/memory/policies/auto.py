@@ -15,16 +15,17 @@ Complexity: a linear program of two variables a value, then about linear in the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from ctdr_lightning.basics.errors import CTDRError
 from ctdr_lightning.memory.bounds.lower_bound import floor_bytes
 from ctdr_lightning.memory.bounds.rounds import MOST_ROUNDS
-from ctdr_lightning.memory.plans.actions import Actions, Compress, Keep, Offload, Recompute
+from ctdr_lightning.memory.plans.actions import Action, Actions, Compress, Keep, Offload, Recompute
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES, Policy
 from ctdr_lightning.memory.search.fastest import NO_GAP, Fastest, smallest_within
 from ctdr_lightning.memory.search.local_search import LocalSearch
+from ctdr_lightning.memory.search.together import free_codecs
 from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.schedule import judge
 from ctdr_lightning.memory.simulator.timeline import Timeline
@@ -37,6 +38,10 @@ USUAL_TIME_LIMIT_S = 5.0
 WORK_AT_LEAST, WORK_PER_OP = 600_000, 350
 # The safety stop: so many ops may take as long again as the usual time limit.
 OPS_PER_TIME_LIMIT = 2_000
+# Where values have exact codecs, so much of the allowance goes into a search with them besides, from the best plans.
+CODECS_SHARE, MOST_STARTS = 0.1, 2
+# A step that takes less than this share longer has nothing to win by them.
+WORTH_CODECS = 0.005
 
 
 @POLICIES.register("auto", uses=frozenset({Keep, Recompute, Offload, Compress}), exact=False, asks_others=True)
@@ -59,8 +64,25 @@ def auto(step: Prepared, budget: Budget) -> Timeline:
         best = attempt.run(others)
         if not attempt.within(NO_GAP) or step.trace.links or step.trace.codecs:  # the bound knows nothing of those
             others.ask_all()
-    mine = judge(step, search.frontier.actions(best))
-    return min([mine, *others.known], key=lambda made: _rank(made, budget))
+    known = [judge(step, search.frontier.actions(best)), *others.known]
+    return min([*known, *_smaller(step, budget, known)], key=lambda made: _rank(made, budget))
+
+
+def _smaller(step: Prepared, budget: Budget, known: list[Timeline]) -> list[Timeline]:
+    """A plan that also writes values in fewer bytes, each by itself; none where codecs have nothing to win."""
+    limit, codecs = budget.peak_bytes, free_codecs(step.trace)
+    starts = sorted(known, key=lambda made: _rank(made, budget))[:MOST_STARTS]
+    enough = step.trace.seconds * (1 + WORTH_CODECS)
+    if limit is None or budget.seconds is not None or not codecs or _rank(starts[0], budget) <= (False, enough, limit):
+        return []
+    search = _search(step, budget, CODECS_SHARE, codecs)
+    for actions in (*(start.actions for start in starts), {}):
+        search.polish(actions, limit)
+    if search.frontier.at(limit) is None:
+        search.deepen(lambda point: point.peak_bytes <= limit)
+    search.improve(limit, search.done)
+    found = search.frontier.at(limit) or search.frontier.least
+    return [judge(step, search.frontier.actions(found))]
 
 
 class _Others:
@@ -103,10 +125,12 @@ def _is_asked(policy: Policy, trace: Trace, *, hopeless: bool) -> bool:
     return policy.answers_always or not hopeless
 
 
-def _search(step: Prepared, budget: Budget) -> LocalSearch:
+def _search(
+    step: Prepared, budget: Budget, share: float = 1.0, smaller: Mapping[int, Action] | None = None
+) -> LocalSearch:
     n_ops = len(step.trace.ops)
-    allowance = _patience(budget) * (WORK_AT_LEAST + WORK_PER_OP * n_ops)
-    return LocalSearch(step, budget.seed, allowance, budget.time_limit_s * (1 + n_ops / OPS_PER_TIME_LIMIT))
+    allowance = share * _patience(budget) * (WORK_AT_LEAST + WORK_PER_OP * n_ops)
+    return LocalSearch(step, budget.seed, allowance, budget.time_limit_s * (1 + n_ops / OPS_PER_TIME_LIMIT), smaller)
 
 
 def _patience(budget: Budget) -> float:

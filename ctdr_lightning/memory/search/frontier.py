@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ctdr_lightning.memory.plans.actions import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action
 
 CHOICES = (KEEP, RECOMPUTE, RECOMPUTE_EACH)
+SMALLER = len(CHOICES)  # a value's own action beside these, where it has one: a codec
+
+
+def action_for(value: int, choice: int, smaller: Mapping[int, Action]) -> Action:
+    """The action that a choice is for a value."""
+    return smaller[value] if choice == SMALLER else CHOICES[choice]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +24,7 @@ class Point:
     Attributes:
         peak_bytes: Its simulated peak.
         seconds: Its simulated time.
-        state: For each item of the frontier the index of its action in ``CHOICES``.
+        state: For each item of the frontier the index of its action in ``CHOICES``, or ``SMALLER``.
     """
 
     peak_bytes: int
@@ -32,16 +38,18 @@ class Frontier:
     Args:
         items: The values whose actions differ from plan to plan.
         default: Their actions where nothing is said, as indices into ``CHOICES``.
+        smaller: The action that ``SMALLER`` stands for, of the values that have one.
     """
 
-    def __init__(self, items: Sequence[int], default: bytes) -> None:
+    def __init__(self, items: Sequence[int], default: bytes, smaller: Mapping[int, Action] | None = None) -> None:
         self.items = items
         self.default = default
+        self._smaller = smaller or {}
         self._points: list[Point] = []
 
     def copy(self) -> Frontier:
         """The same plans, to go on from."""
-        twin = Frontier(self.items, self.default)
+        twin = Frontier(self.items, self.default, self._smaller)
         twin._points = list(self._points)
         return twin
 
@@ -73,7 +81,7 @@ class Frontier:
     def actions(self, point: Point) -> dict[int, Action]:
         """A plan's actions, where they are not the default."""
         chosen = zip(self.items, point.state, self.default, strict=True)
-        return {value: CHOICES[choice] for value, choice, default in chosen if choice != default}
+        return {v: action_for(v, choice, self._smaller) for v, choice, default in chosen if choice != default}
 
     def __iter__(self) -> Iterator[Point]:
         return iter(self._points)

@@ -14,13 +14,13 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
 
-from ctdr_lightning.memory.plans.actions import Actions
-from ctdr_lightning.memory.search.frontier import CHOICES, Frontier, Point
+from ctdr_lightning.memory.plans.actions import Action, Actions
+from ctdr_lightning.memory.search.frontier import Frontier, Point
 from ctdr_lightning.memory.search.moves import Moves
 from ctdr_lightning.memory.simulator.journal import Outcome
 from ctdr_lightning.memory.simulator.prepared import Prepared
@@ -56,6 +56,7 @@ class LocalSearch:
         seed: Seed of the random changes.
         allowance: Work that may be done; see ``work``.
         limit_s: Safety stop, in seconds of this thread. When it fires, the result depends on the machine's speed.
+        smaller: What some values can be given besides keeping and recomputing: a codec.
 
     Attributes:
         frontier: The best plans so far.
@@ -70,15 +71,16 @@ class LocalSearch:
         seed: int = 0,
         allowance: float = 300_000,
         limit_s: float = math.inf,
+        smaller: Mapping[int, Action] | None = None,
     ) -> None:
         self._simulator = Simulator(step)
-        self._moves = Moves(self._simulator)
+        self._moves = Moves(self._simulator, smaller)
         self._resident_bytes = self._simulator.trace.resident_bytes
         self._random = random.Random(seed)
         self._stop_s = time.thread_time() + limit_s
         self._allowance = allowance
         self._stop_work = allowance
-        self.frontier = Frontier(self._moves.items, self._moves.default)
+        self.frontier = Frontier(self._moves.items, self._moves.default, smaller)
         self._note()
 
     @property
@@ -174,7 +176,7 @@ class LocalSearch:
         state, centre, width = bytearray(moves.state), choose.randrange(len(moves.items)), choose.choice((2, 3, 5, 8))
         for _ in range(choose.choice((1, 2, 3))):
             item = min(max(centre + choose.randint(-width, width), 0), len(state) - 1)
-            choice = choose.randrange(len(CHOICES))
+            choice = choose.randrange(moves.n_choices)
             if moves.allows(item, choice):
                 state[item] = choice
         moves.load(bytes(state))
@@ -206,7 +208,7 @@ class LocalSearch:
             if move is None:
                 break
             self._make(move)
-            tabu[self._moves.of([move // len(CHOICES)])] = True
+            tabu[self._moves.of([move // self._moves.n_choices])] = True
             if self._simulator.peak_bytes < peak:
                 return True
         self._moves.load(before)

@@ -8,12 +8,12 @@ few array operations, and simulates only the best of them again.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from ctdr_lightning.memory.plans.actions import Action, Actions
-from ctdr_lightning.memory.search.frontier import CHOICES
+from ctdr_lightning.memory.search.frontier import CHOICES, SMALLER, action_for
 from ctdr_lightning.memory.simulator.journal import Outcome
 from ctdr_lightning.memory.simulator.simulator import Simulator
 
@@ -36,33 +36,44 @@ class Moves:
 
     Args:
         simulator: The plan to change; it is changed along.
+        smaller: What some values can be given besides: a codec.
 
     Attributes:
         items: The values that have moves, in the order in which they are made. What is so small that all of it together
             hardly counts has none, and keeps its default.
         default: For each item the index of its action in ``CHOICES`` where nothing is said: saved values are kept.
-        state: For each item the index of its present action in ``CHOICES``.
-        seconds: For each move by how much it prolongs the step; move ``3 * i + c`` gives item ``i`` choice ``c``.
+        n_choices: How many actions an item has at most: those of ``CHOICES``, and a codec where some value has one.
+        state: For each item the index of its present action in ``CHOICES``, or ``SMALLER``.
+        seconds: For each move by how much it prolongs the step; move ``n_choices * i + c`` gives item ``i`` choice
+            ``c``.
         usable: For each move whether it would change anything.
     """
 
-    def __init__(self, simulator: Simulator) -> None:
+    def __init__(self, simulator: Simulator, smaller: Mapping[int, Action] | None = None) -> None:
         self.simulator = simulator
+        self._smaller = smaller or {}
         trace = simulator.trace
-        values = sorted(trace.droppable)
+        values = sorted(trace.droppable.union(self._smaller))
         least = NEGLIGIBLE_SHARE * (simulator.peak_bytes - trace.resident_bytes) / max(len(values), 1)
         self.items = [v for v in values if trace.value_bytes(v) >= least]
         self.default = bytes(_KEEP if trace.values[v].saves else _EACH for v in self.items)
         self.state = bytearray(self.default)
         self._index = {value: i for i, value in enumerate(self.items)}
-        self._can_hold = [value not in trace.unholdable for value in self.items]
-        n_moves = len(CHOICES) * len(self.items)
+        self.n_choices = len(CHOICES) + bool(self._smaller)
+        self._allowed = [self._allowed_for(value) for value in self.items]
+        n_moves = self.n_choices * len(self.items)
         self.seconds = np.zeros(n_moves)
         self.usable = np.zeros(n_moves, dtype=bool)
         self._first = np.zeros((n_moves, N_SEGMENTS), dtype=np.int64)
         self._end = np.zeros((n_moves, N_SEGMENTS), dtype=np.int64)
         self._level = np.zeros((n_moves, N_SEGMENTS), dtype=np.int64)
         self._refresh(range(len(self.items)))
+
+    def _allowed_for(self, value: int) -> tuple[bool, ...]:
+        """Which choices a value has: what is overwritten later cannot be held, what is random cannot run again."""
+        trace = self.simulator.trace
+        droppable = value in trace.droppable
+        return (value not in trace.unholdable, droppable, droppable, value in self._smaller)
 
     def weigh(self, where: np.ndarray) -> np.ndarray:
         """For each move the bytes that it adds, summed over some of the ticks.
@@ -76,8 +87,8 @@ class Moves:
 
     def look(self, move: int) -> Outcome:
         """Simulate a move again."""
-        item, choice = divmod(move, len(CHOICES))
-        trial = self.simulator.trial({self.items[item]: CHOICES[choice]})
+        item, choice = divmod(move, self.n_choices)
+        trial = self.simulator.trial({self.items[item]: self._action(item, choice)})
         segments = trial.segments
         if len(segments) > N_SEGMENTS:
             segments = sorted(segments, key=lambda s: -abs(s[2]) * (s[1] - s[0]))[:N_SEGMENTS]
@@ -90,8 +101,8 @@ class Moves:
 
     def make(self, move: int) -> list[int]:
         """Make a move. Returns the items whose moves were simulated again: those that share an op call with it."""
-        item, choice = divmod(move, len(CHOICES))
-        self.simulator.change({self.items[item]: CHOICES[choice]})
+        item, choice = divmod(move, self.n_choices)
+        self.simulator.change({self.items[item]: self._action(item, choice)})
         self.state[item] = choice
         self._guess(item)
         near = self._near([item])
@@ -101,7 +112,7 @@ class Moves:
     def load(self, state: bytes) -> None:
         """Go to another plan."""
         changed = [i for i, choice in enumerate(state) if choice != self.state[i]]
-        self.simulator.change({self.items[i]: CHOICES[state[i]] for i in changed})
+        self.simulator.change({self.items[i]: self._action(i, state[i]) for i in changed})
         self.state[:] = state
         for item in changed:
             self._guess(item)
@@ -112,16 +123,20 @@ class Moves:
         return bytes(self._choice(i, actions.get(v)) for i, v in enumerate(self.items))
 
     def _choice(self, item: int, action: Action | None) -> int:
-        wanted = CHOICES.index(action) if action in CHOICES else -1
-        return wanted if wanted >= 0 and self.allows(item, wanted) else self.default[item]
+        wanted = CHOICES.index(action) if action in CHOICES else SMALLER if action is not None else -1
+        same = wanted >= 0 and self.allows(item, wanted) and self._action(item, wanted) == action
+        return wanted if same else self.default[item]
+
+    def _action(self, item: int, choice: int) -> Action:
+        return action_for(self.items[item], choice, self._smaller)
 
     def allows(self, item: int, choice: int) -> bool:
-        """Whether an item can be given an action: what is overwritten later cannot be held."""
-        return choice != _KEEP or self._can_hold[item]
+        """Whether an item can be given an action."""
+        return self._allowed[item][choice]
 
     def of(self, items: Iterable[int]) -> list[int]:
         """The moves of some items."""
-        return [len(CHOICES) * i + choice for i in items for choice in range(len(CHOICES))]
+        return [self.n_choices * i + choice for i in items for choice in range(self.n_choices)]
 
     def _refresh(self, items: Iterable[int], most_work: float = math.inf) -> None:
         """Simulate moves again, in the order of their items, until that took so much work."""
@@ -130,7 +145,7 @@ class Moves:
             if self.simulator.work - start > most_work:
                 return
             for move in self.of([item]):
-                choice = move % len(CHOICES)
+                choice = move % self.n_choices
                 if choice == self.state[item] or not self.allows(item, choice):
                     self.usable[move] = False
                 else:
@@ -142,6 +157,9 @@ class Moves:
         A move is simulated exactly before it is made, so that a guess costs time at most.
         """
         value, trace = self.items[item], self.simulator.trace
+        if value in self._smaller:
+            self._refresh([item])  # few, and played at once
+            return
         record, index = trace.values[value], self.simulator.index
         asked = [t for s in record.saves for t in s.unpacked]
         seconds, n_bytes = index.seconds[index.op_of[value]], index.n_bytes[value]
@@ -150,7 +168,7 @@ class Moves:
         between = (waits[1], max(max(asked, default=begin), waits[1]))
         now = self.state[item]
         for move in self.of([item]):
-            choice = move % len(CHOICES)
+            choice = move % self.n_choices
             self.usable[move] = bool(asked) and choice != now and self.allows(item, choice)
             sign = int(choice == _KEEP) - int(now == _KEEP)
             stays = int(choice != _EACH) - int(now != _EACH)

@@ -1,0 +1,97 @@
+"""Codecs as moves of the search: what they do is what the simulator says, and each value is judged by itself."""
+
+import pytest
+import torch
+from torch import nn
+
+from ctdr_lightning.memory import RECOMPUTE, Prepared, Simulator, plan, record, simulate
+from ctdr_lightning.memory.plans.actions import Compress
+from ctdr_lightning.memory.search.fastest import Fastest
+from ctdr_lightning.memory.search.frontier import CHOICES, SMALLER
+from ctdr_lightning.memory.search.local_search import LocalSearch
+from ctdr_lightning.memory.search.moves import Moves
+from ctdr_lightning.memory.search.together import free_codecs
+from ctdr_lightning.memory.traces.machine import CodecCost
+
+MASK = Compress(("mask",))
+
+
+@pytest.fixture(scope="module")
+def bare():
+    """A step with dropout masks, which never run again; each op takes a millisecond."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1))]
+    net, inputs = nn.Sequential(*layers), torch.randn(256, 64)
+    trace = record(lambda: net(inputs).sum())
+    return trace.with_costs([1e-3] * len(trace.ops), {})
+
+
+def with_codec(trace, call_s=0.0):
+    return trace.with_machine(codecs=[CodecCost("mask", True, "two_valued", 1.0, encode_call_s=call_s)])
+
+
+def test_a_move_to_a_codec_does_what_it_tells(bare):
+    trace = with_codec(bare, 2e-3)
+    masks = free_codecs(trace)
+    moves = Moves(Simulator(trace), masks)
+    assert list(masks.values()) == [MASK] * 4
+    assert not trace.droppable.intersection(masks)
+    everywhere, before = moves.simulator.bytes_at() >= 0, moves.simulator.bytes_at().sum()
+    for item, value in enumerate(moves.items):
+        move = moves.n_choices * item + SMALLER
+        assert moves.usable[move] == (value in masks)
+        assert [moves.allows(item, choice) for choice in (1, 2)] == [value not in masks] * 2
+        if value in masks:
+            changed = Simulator(trace, {value: MASK})
+            assert changed.bytes_at().sum() - before == moves.weigh(everywhere)[move] < 0
+            assert changed.seconds - trace.seconds == pytest.approx(moves.seconds[move]) == pytest.approx(2e-3)
+
+
+def test_a_plan_with_codecs_goes_in_and_comes_out(bare):
+    trace = with_codec(bare)
+    masks = free_codecs(trace)
+    search = LocalSearch(trace, smaller=masks)
+    actions = {min(masks): MASK, trace.saved[0]: RECOMPUTE}
+    moves = Moves(Simulator(trace), masks)
+    moves.load(moves.state_of(actions))
+    assert moves.simulator.seconds == pytest.approx(simulate(trace, actions).seconds)
+    assert moves.make(moves.n_choices * moves.items.index(min(masks)) + CHOICES.index(RECOMPUTE) - 1)
+    assert moves.simulator.actions[min(masks)] == CHOICES[0]
+    search.polish({}, 1)
+    for point in search.frontier:
+        assert simulate(trace, search.frontier.actions(point)).peak_bytes == point.peak_bytes
+    assert set(masks).issubset(search.frontier.actions(search.frontier.least))
+
+
+def test_without_codecs_nothing_is_another_choice(bare):
+    moves = Moves(Simulator(bare))
+    assert moves.n_choices == len(CHOICES)
+    assert moves.state_of(dict.fromkeys(bare.saved, MASK)) == moves.default
+
+
+def limit(trace, share):
+    return trace.resident_bytes + int(share * (simulate(trace).peak_bytes - trace.resident_bytes))
+
+
+def test_auto_gives_codecs_to_single_values_where_they_are_faster(bare):
+    budget = limit(bare, 0.75)
+    slower, made = plan(bare, budget), plan(with_codec(bare, 1e-4), budget)
+    assert made.peak_bytes <= budget
+    assert made.seconds < slower.seconds
+    assert 0 < len(made.away) < 4  # no more than it takes
+
+
+@pytest.mark.parametrize("share", [0.9, 0.8, 0.7])
+def test_auto_is_never_slower_with_codecs_than_without(bare, share):
+    budget = limit(bare, share)
+    slower, made = plan(bare, budget), plan(with_codec(bare, 1.0), budget)
+    assert not made.away
+    assert made.seconds <= slower.seconds
+
+
+def test_auto_fits_with_codecs_where_nothing_else_does(bare):
+    least = Fastest(Prepared(bare), LocalSearch(bare), 1).run().peak_bytes
+    made = plan(with_codec(bare, 1e-3), least - 2**13)
+    assert made.away
+    assert made.peak_bytes <= least - 2**13
+    assert made.exact
