@@ -1,12 +1,13 @@
 """What moving and compressing saved tensors gives: peaks and times, measured.
 
-    python -m benchmarks.offload            # all tables
-    python -m benchmarks.offload big        # recomputation, disk and both, at half the peak of a large step
-    python -m benchmarks.offload codecs     # exact codecs alone, on published nets with dropout or pooling
+    python -m benchmarks.offload                  # all tables
+    python -m benchmarks.offload disk --nets BIG  # recomputation, and that and a disk, at shares of the peak
+    python -m benchmarks.offload codecs           # exact codecs alone, on published nets with dropout or pooling
 
 Peaks are the allocator's (the profiler's memory events), plus the disk's staging buffers, which torch does not
 allocate. Times are of one process on one thread, plain step and plan in turns: *wall* of the step, and
 *processor* of the stepping thread alone. All plans are compared with the plain step to the bit.
+``FOLDER/offload.json`` keeps the figures, and ``benchmarks.documents`` makes tables of a committed copy of it.
 """
 
 from __future__ import annotations
@@ -16,22 +17,27 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.nets import Attention, Net, vision
+from benchmarks.figures import markdown, rows_of, write_figures
+from benchmarks.nets import Attention, Net, net_r, net_rn18, net_t, vision
 from benchmarks.peak import keep_freed_memory, step_peak_bytes
 from benchmarks.vision_import import import_torchvision
-from ctdr_lightning.basics.units import format_bytes
+from ctdr_lightning.basics.errors import InfeasibleBudgetError
+from ctdr_lightning.basics.units import MIB
 from ctdr_lightning.memory import Plan, Tape, Trace, plan, record, simulate
 from ctdr_lightning.memory.holders.base import HolderOptions, Holders
 from ctdr_lightning.memory.holders.measure import measure_codecs, measure_links
 from ctdr_lightning.memory.search.together import free_codecs
 
 ROUNDS = 3
+BOTH = "auto, with a disk"
 
 
 def big() -> Net:
@@ -71,6 +77,13 @@ def t5() -> Net:
     return net, torch.randint(0, 500, (8, 128)), lambda net, x: net(x, labels=x).loss
 
 
+# The nets of the disk's table, and the shares of their peak above the weights that are asked for.
+DISK_NETS: dict[str, tuple[Callable[[], Net], tuple[float, ...]]] = {
+    "T": (net_t, (0.3,)),
+    "R": (net_r, (0.3,)),
+    "RN18": (net_rn18, (0.7, 0.5, 0.4)),
+    "BIG": (big, (0.5, 0.7, 0.4)),
+}
 CODEC_NETS: dict[str, Callable[[], Net]] = {
     "ViT": vit,
     "T5": t5,
@@ -78,6 +91,41 @@ CODEC_NETS: dict[str, Callable[[], Net]] = {
     "GoogLeNet": lambda: vision("googlenet", size=96, aux_logits=False, init_weights=False),
     "VGG-16": lambda: vision("vgg16"),
 }
+
+
+@dataclass(frozen=True)
+class Row:
+    """One plan, as it was measured.
+
+    Attributes:
+        net: The net.
+        plan: What made it.
+        share: Its budget, as a share of the plain peak above the weights; 0 where none was given.
+        fits: Whether a plan was found.
+        resident_bytes: Weights and inputs.
+        plain_bytes: Measured peak of the plain step, those included.
+        peak_bytes: Measured peak under the plan.
+        predicted_bytes: Simulated peak.
+        wall: Measured time over that of the plain step.
+        processor: The same of the stepping thread alone.
+        predicted: Simulated time over that of the plain step.
+        moved_bytes: Bytes moved, both ways.
+        equal: Whether every gradient is the plain step's, to the bit.
+    """
+
+    net: str
+    plan: str
+    share: float
+    fits: bool = True
+    resident_bytes: int = 0
+    plain_bytes: int = 0
+    peak_bytes: int = 0
+    predicted_bytes: int = 0
+    wall: float = 0.0
+    processor: float = 0.0
+    predicted: float = 0.0
+    moved_bytes: int = 0
+    equal: bool = True
 
 
 class Case:
@@ -119,29 +167,26 @@ def times(steps: list[Callable[[], object]]) -> list[tuple[float, float]]:
     return [(median(w for w, _ in found), median(t for _, t in found)) for found in taken]
 
 
-def rows(case: Case, plans: dict[str, Plan], holders: Holders) -> Iterator[str]:
-    """A line for each plan: peaks and times as shares of the plain step's, bytes moved, whether gradients agree."""
-
-    def runner(made: Plan | None) -> Callable[[], object]:
-        return lambda: case.step(made, holders)
-
+def measured(case: Case, name: str, share: float, plans: dict[str, Plan], holders: Holders) -> Iterator[Row]:
+    """A row for each plan of a net."""
+    steps = [case.step, *(partial(case.step, made, holders) for made in plans.values())]
+    (wall_s, thread_s), *taken = times(steps)
     resident = case.trace.resident_bytes
-    measured = times([runner(None), *map(runner, plans.values())])
-    plain_peak = step_peak_bytes(case.net, runner(None))  # only now: oneDNN's caches are warm for all
-    whole = plain_peak + resident
-    yield f"  plain: measured {format_bytes(whole)}, of it {format_bytes(resident)} weights and inputs"
-    for (name, made), (wall_s, thread_s) in zip(plans.items(), measured[1:], strict=True):
-        same = all(torch.equal(a, b) for a, b in zip(case.run(made, holders), case.want, strict=True))
+    plain_bytes = step_peak_bytes(case.net, case.step) + resident  # only now: oneDNN's caches are warm for all
+    for (policy, made), (its_wall_s, its_thread_s) in zip(plans.items(), taken, strict=True):
         staging = sum(link.device_bytes for link in case.trace.links if any_to(made, link.to))
-        peak = step_peak_bytes(case.net, runner(made)) + staging
-        moved = made.timeline.transfers.moved_bytes
-        plain_s, plain_thread_s = measured[0]
-        yield (
-            f"  {name:17} peak x{(peak + resident) / whole:.3f} (simulated x{made.peak_bytes / whole:.3f}), "
-            f"above weights x{peak / plain_peak:.3f}; wall x{wall_s / plain_s:.3f}, processor "
-            f"x{thread_s / plain_thread_s:.3f} (simulated x{made.seconds / case.trace.seconds:.3f}); "
-            f"moved {format_bytes(moved)}; gradients {'equal' if same else 'DIFFER'}"
-        )
+        yield Row(
+            name, policy, share,
+            resident_bytes=resident,
+            plain_bytes=plain_bytes,
+            peak_bytes=step_peak_bytes(case.net, partial(case.step, made, holders)) + staging + resident,
+            predicted_bytes=made.peak_bytes,
+            wall=its_wall_s / wall_s,
+            processor=its_thread_s / thread_s,
+            predicted=made.seconds / case.trace.seconds,
+            moved_bytes=made.timeline.transfers.moved_bytes,
+            equal=all(torch.equal(a, b) for a, b in zip(case.run(made, holders), case.want, strict=True)),
+        )  # fmt: skip
 
 
 def any_to(made: Plan, holder: str) -> bool:
@@ -149,52 +194,99 @@ def any_to(made: Plan, holder: str) -> bool:
     return any(getattr(action, "to", None) == holder for action in made.away.values())
 
 
-def with_machine(trace: Trace, folder: Path) -> Trace:
-    """The trace with this machine's disk and exact codecs."""
-    return trace.with_machine(measure_links(["disk"], HolderOptions(folder=folder)), measure_codecs())
+def disk_rows(name: str, folder: Path) -> Iterator[Row]:
+    """Recomputation alone, and `auto` with a disk besides, at shares of a net's peak above its weights."""
+    make, shares = DISK_NETS[name]
+    case = Case(make())
+    plain, options = case.trace, HolderOptions(folder=folder)
+    with_disk = plain.with_machine(measure_links(["disk"], options))
+    for share in shares:
+        budget = plain.resident_bytes + int(share * (simulate(plain).peak_bytes - plain.resident_bytes))
+        found = {"auto": _made(plain, budget), BOTH: _made(with_disk, budget)}
+        case.trace = with_disk
+        holders = Holders(options)
+        yield from (Row(name, policy, share, fits=False) for policy, made in found.items() if made is None)
+        yield from measured(case, name, share, {k: made for k, made in found.items() if made is not None}, holders)
+        holders.close()
 
 
-def table_big(folder: Path, share: float) -> None:
-    """Recomputation alone, disk and recomputation together, at a share of BIG's peak."""
-    case = Case(big())
-    budget = int(share * simulate(case.trace).peak_bytes)
-    plans = {"recompute (auto)": plan(case.trace, budget)}
-    case.trace = with_machine(case.trace, folder)
-    print(f"BIG at {share} of its peak; disk {case.trace.links[0].out_bytes_per_s / 1e9:.2f} GB/s out,", end=" ")
-    print(f"{case.trace.links[0].in_bytes_per_s / 1e9:.2f} GB/s back", flush=True)
-    plans["together (disk)"] = plan(case.trace, budget, "together")
-    holders = Holders(HolderOptions(folder=folder))
-    for row in rows(case, plans, holders):
-        print(row, flush=True)
-    holders.close()
+def _made(trace: Trace, budget: int) -> Plan | None:
+    try:
+        return plan(trace, budget)
+    except InfeasibleBudgetError:
+        return None
 
 
-def table_codecs(folder: Path) -> None:
+def codec_rows(name: str, folder: Path) -> Iterator[Row]:
     """Exact codecs alone: nothing is recomputed, nothing moved."""
-    for name, make in CODEC_NETS.items():
-        case = Case(make())
-        case.trace = case.trace.with_machine(codecs=measure_codecs())
-        free = free_codecs(case.trace)
-        made = plan(case.trace, policy=lambda trace, budget, free=free: free)  # type: ignore[misc]
-        print(f"{name}: exact codecs on {len(made.away)} of {len(case.trace.saved)} saved values")
-        for row in rows(case, {"codecs alone": made}, Holders(HolderOptions(folder=folder))):
-            print(row, flush=True)
+    case = Case(CODEC_NETS[name]())
+    case.trace = case.trace.with_machine(codecs=measure_codecs())
+    free = free_codecs(case.trace)
+    made = plan(case.trace, policy=lambda step, budget: free)
+    yield from measured(case, name, 0.0, {"codecs alone": made}, Holders(HolderOptions(folder=folder)))
+
+
+def disk_table(text: str) -> str:
+    """Recomputation and disk, of an ``offload.json``, as a Markdown table."""
+    found = [row for row in rows_of(text, "rows", Row) if row.share]
+    head = ["net, budget", "plan", "peak (predicted)", "wall", "processor", "predicted", "moved"]
+    return markdown(text, [head, *map(_disk_line, found)])
+
+
+def _disk_line(row: Row) -> list[str]:
+    who = [f"{row.net}, {row.share:g}", row.plan]
+    if not row.fits:
+        return [*who, "none found", "", "", "", ""]
+    peak = f"{row.peak_bytes / row.plain_bytes:.3f} ({row.predicted_bytes / row.plain_bytes:.3f})"
+    return [*who, peak, *_times(row), f"{row.moved_bytes / MIB:.0f} MiB"]
+
+
+def codec_table(text: str) -> str:
+    """Exact codecs alone, of an ``offload.json``, as a Markdown table."""
+    found = [row for row in rows_of(text, "rows", Row) if not row.share]
+    head = ["net", "peak above weights", "peak (predicted)", "wall", "processor", "predicted"]
+    return markdown(text, [head, *map(_codec_line, found)])
+
+
+def _codec_line(row: Row) -> list[str]:
+    above = (row.peak_bytes - row.resident_bytes) / (row.plain_bytes - row.resident_bytes)
+    peak = f"{row.peak_bytes / row.plain_bytes:.3f} ({row.predicted_bytes / row.plain_bytes:.3f})"
+    return [row.net, f"{above:.3f}", peak, *_times(row)]
+
+
+def _times(row: Row) -> list[str]:
+    return [f"x{times:.3f}" for times in (row.wall, row.processor, row.predicted)]
+
+
+def rows(tables: list[str], nets: list[str], folder: Path) -> Iterator[Row]:
+    """The rows that were asked for."""
+    for table, of_table, made in (("codecs", CODEC_NETS, codec_rows), ("disk", DISK_NETS, disk_rows)):
+        for name in of_table if table in tables else ():
+            if not nets or name in nets:
+                yield from made(name, folder)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the tables that were asked for."""
-    parser = argparse.ArgumentParser(description="Moving and compressing saved tensors, measured.")
-    parser.add_argument("tables", nargs="*", choices=["big", "codecs", []], help="which tables; all by default")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where the disk's file is")
-    parser.add_argument("--share", type=float, default=0.5, help="budget as a share of BIG's peak")
+    """Measure, print and write the figures; a run adds to those that the file holds already."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("tables", nargs="*", choices=["disk", "codecs", []], help="which tables; all by default")
+    parser.add_argument("--nets", nargs="+", default=[], choices=[*CODEC_NETS, *DISK_NETS], help="all by default")
+    parser.add_argument("--folder", type=Path, default=Path("outputs/offload"))
+    parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="where the disk's file is")
     options = parser.parse_args(arguments)
     keep_freed_memory()
     torch.set_num_threads(1)
-    if not options.tables or "codecs" in options.tables:
-        table_codecs(options.folder)
-    if not options.tables or "big" in options.tables:
-        table_big(options.folder, options.share)
-    return 0
+    file = options.folder / "offload.json"
+    known = {_key(row): row for row in (rows_of(file.read_text(), "rows", Row) if file.exists() else [])}
+    for row in rows(options.tables or ["codecs", "disk"], options.nets, options.disk):
+        print(row, flush=True)
+        known[_key(row)] = row
+        write_figures(file, rows=list(known.values()))
+    return 0 if all(row.equal for row in known.values()) else 1
+
+
+def _key(row: Row) -> tuple[str, str, float]:
+    return row.net, row.plan, row.share
 
 
 if __name__ == "__main__":
