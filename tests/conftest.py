@@ -1,12 +1,15 @@
-"""Shared fixtures: one thread, fixed seeds, and torchvision made importable beside a CPU torch."""
+"""Shared fixtures: one thread, fixed seeds, no deadlines, and torchvision made importable beside a CPU torch."""
 
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+settings.register_profile("suite", deadline=None)  # a busy machine is no fault of the code
+settings.load_profile("suite")
 
 # What torchvision registers kernels for in Python; its compiled half defines them, but wants the CUDA build of torch.
 _OPERATORS = """

@@ -29,7 +29,7 @@ LEAVES = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() 
 NESTS = st.recursive(
     LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3), max_leaves=6
 )
-MANY = settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+MANY = settings(max_examples=80, suppress_health_check=list(HealthCheck))
 
 
 def ends_well(call):

@@ -85,7 +85,7 @@ def test_what_lasts_without_a_word_is_said_all_the_same(monkeypatch, capsys):
     monkeypatch.setattr(progress, "PATIENCE_S", 0.05)
     with progress.one_bar(), progress.doing("plan the step"):
         time.sleep(0.5)
-    assert lines(capsys) == ["plan the step"]
+    assert set(lines(capsys)) == {"plan the step"}
     with progress.one_bar(), progress.doing("quick"):
         pass
     time.sleep(0.2)

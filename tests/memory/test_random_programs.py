@@ -133,7 +133,7 @@ def _check(code: list[tuple[str, int, int]], modular: bool) -> bool:
     return True
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(STORED, st.booleans())
 def test_random_programs(code, modular):
     assume(_check(code, modular))

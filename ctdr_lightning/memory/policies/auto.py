@@ -36,8 +36,9 @@ USUAL_TIME_LIMIT_S = 5.0
 # Work for the usual time limit: what a net of some hundred ops needs until its gap stays, and more for larger ones. A
 # million units take 3 to 4 s; six times as much found nothing better for R at 0.3 and RN18 at 0.4.
 WORK_AT_LEAST, WORK_PER_OP = 600_000, 350
-# The safety stop: so many ops may take as long again as the usual time limit.
-OPS_PER_TIME_LIMIT = 2_000
+# The safety stop: so many ops may take as long again as the usual time limit, on a machine a third as fast as that of
+# these figures. Without the third, a machine half as fast made another plan of twenty values.
+OPS_PER_TIME_LIMIT, SLOWEST = 2_000, 3
 # Where values have exact codecs, so much of the allowance goes into a search with them besides, from the best plans.
 CODECS_SHARE, MOST_STARTS = 0.1, 2
 # A step that takes less than this share longer has nothing to win by them.
@@ -130,7 +131,8 @@ def _search(
 ) -> LocalSearch:
     n_ops = len(step.trace.ops)
     allowance = share * _patience(budget) * (WORK_AT_LEAST + WORK_PER_OP * n_ops)
-    return LocalSearch(step, budget.seed, allowance, budget.time_limit_s * (1 + n_ops / OPS_PER_TIME_LIMIT), smaller)
+    limit_s = SLOWEST * budget.time_limit_s * (1 + n_ops / OPS_PER_TIME_LIMIT)
+    return LocalSearch(step, budget.seed, allowance, limit_s, smaller)
 
 
 def _patience(budget: Budget) -> float:

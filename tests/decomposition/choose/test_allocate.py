@@ -41,7 +41,7 @@ def brute_force(found, budget):
     return best
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(choices(), st.floats(0, 1))
 def test_within_the_budget_and_near_the_best(found, share):
     low, high = (sum(float(f(o.cost)) for o in found.values()) for f in (torch.min, torch.max))

@@ -25,7 +25,7 @@ def test_equally_specific_patterns_may_agree_but_not_conflict():
     assert "'aa'" in caught.value.hint
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(
     NAMES,
     st.dictionaries(st.text("layer12.*?conv0h", min_size=1, max_size=8), st.integers(), max_size=4),
@@ -36,14 +36,14 @@ def test_an_exact_name_always_wins(name, mapping, value):
     assert patterns.lookup({**mapping, name: value}, name, "rank") == value
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(NAMES, st.text("layer12.*?conv0h[]!", min_size=1, max_size=8))
 def test_globs_and_containers_are_what_they_say(name, pattern):
     expected = name == pattern or name.startswith(pattern + ".") or fnmatchcase(name, pattern)
     assert patterns.matches(pattern, name) == expected
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(st.text(max_size=12))
 def test_any_text_is_a_pattern_or_a_clear_error(text):
     try:

@@ -11,7 +11,7 @@ from ctdr_lightning.decomposition.layers.surgery import factorize
 from ctdr_lightning.decomposition.shapes.geometry import CONVOLUTIONS
 from tests.decomposition.cases import geometry_of
 
-QUICK = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+QUICK = settings(max_examples=40, suppress_health_check=list(HealthCheck), derandomize=True)
 _METHODS = sorted(METHODS)
 
 

@@ -127,7 +127,7 @@ def graphs(draw):
     return Graph(seconds, [draw(st.integers(1, 4)) for _ in range(n)], parents)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(graphs(), st.integers(2, 14))
 def test_small_graphs_are_solved_as_by_brute_force(graph, budget):
     expected = fastest(graph, budget)

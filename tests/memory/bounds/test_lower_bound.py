@@ -56,7 +56,7 @@ def assert_bounded(trace, actions):
     assert lower_bound_seconds(trace, found.peak_bytes) <= found.seconds * TOLERANCE
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(graphs(max_nodes=5))
 def test_no_plan_of_a_small_graph_beats_bound_or_floor(nodes):
     trace = graph_trace(nodes)
@@ -69,7 +69,7 @@ def test_no_plan_of_a_small_graph_beats_bound_or_floor(nodes):
         assert lower_bound_seconds(trace, peak_bytes) <= seconds * TOLERANCE
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(graphs(max_nodes=14), st.integers(0, 2**32))
 def test_no_random_plan_beats_bound_or_floor(nodes, seed):
     trace = graph_trace(nodes)

@@ -32,7 +32,7 @@ def fastest_within(trace):
     return {peak: s for (peak, _), s in zip(played, seconds, strict=True)}
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(graphs(max_nodes=5), st.integers(0, 2**32))
 def test_no_plan_of_a_small_graph_breaks_the_rules(nodes, seed):
     trace, draw = graph_trace(nodes), random.Random(seed)
@@ -44,7 +44,7 @@ def test_no_plan_of_a_small_graph_breaks_the_rules(nodes, seed):
             assert trace.seconds * (1 + found.bound) <= fastest[peak] * TOLERANCE
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(graphs(max_nodes=14), st.integers(0, 2**32))
 def test_no_random_plan_breaks_the_rules(nodes, seed):
     trace, draw = graph_trace(nodes), random.Random(seed)

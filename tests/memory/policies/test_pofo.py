@@ -126,7 +126,7 @@ links_ = st.builds(
 rates_ = st.tuples(st.sampled_from([1, 2]), st.sampled_from([1, 2]))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(links_, min_size=1, max_size=4), rates_)
 def test_no_schedule_is_faster(links, rates):
     program = Program(links, *rates, slot_bytes=1, n_slots=MEMORY)
@@ -134,7 +134,7 @@ def test_no_schedule_is_faster(links, rates):
         assert program.seconds[memory] == pytest.approx(fastest(links, rates, memory))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(links_, min_size=1, max_size=8), rates_)
 def test_a_link_never_makes_it_slower_than_rotor_and_every_stage_runs_backward_once(links, rates):
     program, rotor = Program(links, *rates, slot_bytes=1, n_slots=24), solve(links, 0, 1, 24)

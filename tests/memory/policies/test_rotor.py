@@ -125,7 +125,6 @@ links_ = st.builds(
 )  # fmt: skip
 
 
-@settings(deadline=None)
 @given(st.lists(links_, min_size=1, max_size=9), st.integers(1, 4), st.integers(1, 60))
 def test_schedules_take_what_the_table_says(links, input_bytes, budget):
     table = solve(links, input_bytes, 1, 60)
@@ -135,7 +134,7 @@ def test_schedules_take_what_the_table_says(links, input_bytes, budget):
         assert peak <= budget
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(links_, min_size=1, max_size=5), st.integers(1, 3), st.integers(4, 30))
 def test_no_persistent_schedule_is_faster(links, input_bytes, budget):
     table = solve(links, input_bytes, 1, 30)

@@ -64,7 +64,7 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("trace", TRACES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_changes_give_what_a_fresh_simulator_gives(trace, data):
     simulator, actions = Simulator(trace), {}

@@ -41,7 +41,7 @@ def assert_same(simulator, fresh):
 
 
 @pytest.mark.parametrize("trace", TRACES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_changes_give_what_a_fresh_simulator_gives(trace, data):
     simulator, actions = Simulator(trace), {}
@@ -81,7 +81,7 @@ def test_what_is_given_back_was_never_there(action):
         assert_same(simulator, Simulator(trace, everything))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(graphs(max_nodes=7), st.data())
 def test_any_graph_any_changes(nodes, data):
     trace = graph_trace(nodes)

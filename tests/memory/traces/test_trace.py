@@ -65,7 +65,7 @@ def test_json_round_trip(trace, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["trace.json"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_a_damaged_trace_is_refused_or_can_be_simulated(data):
     text = damage(TRACE.to_json(), data)
@@ -78,7 +78,7 @@ def test_a_damaged_trace_is_refused_or_can_be_simulated(data):
     plan(trace, policy="sqrt").explain()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_a_damaged_plan_is_refused_or_can_be_explained(data):
     text = damage(PLAN.to_json(), data)

@@ -29,7 +29,7 @@ def shortens(x, weight=None, bias=None):
     return has_shortcut(aten.native_batch_norm.default, (x, weight, bias, None, None, True), train(x, weight, bias))
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, suppress_health_check=list(HealthCheck))
 @given(
     batch=st.integers(2, 9),
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
