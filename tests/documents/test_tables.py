@@ -9,8 +9,6 @@ from benchmarks.documents import PARTS, ROOT, drifted, filled, notebook_of
 PAGES = {path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 # Their tables are of earlier runs and not made from data.
 BY_HAND = {
-    ("budgets.md", "promise"),
-    ("offload.md", "offload"),
     ("policies.md", "bounds"),
     ("policies.md", "policies"),
 }
