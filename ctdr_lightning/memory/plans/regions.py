@@ -14,7 +14,7 @@ class Regions:
 
     Attributes:
         first: For each region the index of the first line that is not before it.
-        busy: For each region whether the tape must see its ops.
+        busy: For each region whether the tape must see its ops; what is saved after an op with a bell ends at the next.
         listens: For each region whether something dropped may be saved in it: before its first op if it is busy, else
             anywhere.
         worthwhile: Whether so many ops are in quiet regions that it pays to be told of every module.
@@ -30,7 +30,7 @@ class Regions:
         self.first = [len(script)] * count
         for index in reversed(range(len(script) if known else 0)):
             line = script[index]
-            self.busy[line.region] |= line.busy
+            self.busy[line.region] |= line.busy or (index > 0 and script[index - 1].bell >= 0)
             self.first[line.region] = index
         for region in reversed(range(count - 1)):
             self.first[region] = min(self.first[region], self.first[region + 1])

@@ -14,7 +14,9 @@ from ctdr_lightning.memory.codecs import CODECS
 from ctdr_lightning.memory.holders import HolderOptions
 from ctdr_lightning.memory.holders.base import Holders
 from ctdr_lightning.memory.plans.actions import Compress, Offload
+from ctdr_lightning.memory.tape.courier import Courier
 from ctdr_lightning.memory.tape.online import Evictor
+from ctdr_lightning.memory.traces.bells import bells_of
 from ctdr_lightning.memory.traces.facts import facts_of
 from ctdr_lightning.memory.traces.machine import CodecCost, Link
 from ctdr_lightning.memory.values.live_bytes import PeakMeter
@@ -260,3 +262,42 @@ def test_a_view_of_what_leaves_later_does_not_hold_it(tmp_path):
     holders.close()
     assert made.away
     assert meter.live.peak + trace.resident_bytes <= 1.02 * made.peak_bytes
+
+
+class Quiet(nn.Module):
+    """Its norm ends one region; what is saved in the next is saved by ops that the plan has nothing to do with."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.widen, self.narrow = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return x + self.narrow(nn.functional.gelu(self.widen(self.norm(x))))
+
+
+def test_a_bell_is_hung_on_nothing_but_what_is_saved_at_its_place(monkeypatch, tmp_path):
+    """Else it rings too early, and what returns takes bytes before the plan expects them."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*[Quiet() for _ in range(3)])
+    x = torch.randn(8, 16)
+    trace = record(lambda: net(x).sum()).with_machine(LINKS)
+    saved = trace.values[next(v for v in trace.saved if facts_of(trace)[v].movable)]
+    sent = trace.values.index(saved)
+    out_at = trace.ops[saved.op].tick
+    rung = []
+    monkeypatch.setattr(Courier, "rings", lambda self, tick: rung.append(tick))
+    for tick, place in bells_of(trace).items():
+        made = planned(trace, {sent: Offload("disk", (), out_at, out_at + 1, tick)})
+        rung.clear()
+        holders = Holders(HolderOptions(folder=tmp_path))
+        with Tape(made, holders=holders):
+            loss = net(x).sum()
+        loss.backward()
+        holders.close()
+        assert rung == [tick] * saves_at(trace, place)
+
+
+def saves_at(trace, place):
+    """How many tensors autograd saves between the op at a tick and the next."""
+    until = min((op.tick for op in trace.ops if op.tick > place), default=place + 1)
+    return sum(place <= save.packed < until for value in trace.values for save in value.saves)
