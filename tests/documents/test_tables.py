@@ -9,7 +9,6 @@ from benchmarks.documents import PARTS, ROOT, drifted, filled, notebook_of
 PAGES = {path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 # Their tables are of earlier runs and not made from data.
 BY_HAND = {
-    ("policies.md", "bounds"),
     ("policies.md", "policies"),
 }
 
