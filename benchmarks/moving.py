@@ -27,8 +27,8 @@ from torch import nn
 
 from benchmarks.figures import markdown, rows_of, write_figures
 from benchmarks.nets import Attention, Net, net_rn18
-from benchmarks.offload import Case, any_to, times
-from benchmarks.peak import keep_freed_memory, step_peak_bytes
+from benchmarks.offload import Case, Measured, measured
+from benchmarks.peak import keep_freed_memory
 from ctdr_lightning.basics.errors import CTDRError
 from ctdr_lightning.basics.units import MIB
 from ctdr_lightning.memory import POLICIES, Plan, plan, simulate
@@ -51,7 +51,7 @@ NETS: dict[str, Callable[[], Net]] = {"M": net_m, "RN18": lambda: net_rn18(8)}
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Measured):
     """One plan, as it was measured.
 
     Attributes:
@@ -59,28 +59,12 @@ class Row:
         policy: The policy.
         ratio: Rate of the link: 1 moves all saved bytes, one way, in the time of a step.
         share: Its budget, as a share of the plain peak; 0 where it met none of those tried.
-        plain_bytes: Measured peak of the plain step.
-        peak_bytes: Measured peak under the plan.
-        predicted_bytes: Simulated peak.
-        wall: Measured time over that of the plain step.
-        processor: The same of the stepping thread alone.
-        predicted: Simulated time over that of the plain step.
-        moved_bytes: Bytes moved, both ways.
-        equal: Whether every gradient is the plain step's, to the bit.
     """
 
     net: str
     policy: str
     ratio: float
     share: float
-    plain_bytes: int = 0
-    peak_bytes: int = 0
-    predicted_bytes: int = 0
-    wall: float = 0.0
-    processor: float = 0.0
-    predicted: float = 0.0
-    moved_bytes: int = 0
-    equal: bool = True
 
 
 def _in_memory() -> Path:
@@ -136,21 +120,7 @@ class Bench:
         share, made = self.made(policy)
         if made is None:
             return Row(self.name, policy, ratio, 0.0)
-        case = self.case
-        (wall_s, thread_s), (its_wall_s, its_thread_s) = times([case.step, lambda: case.step(made, holders)])
-        resident = case.trace.resident_bytes
-        staging = sum(link.device_bytes for link in case.trace.links if any_to(made, link.to))
-        row = Row(
-            self.name, policy, ratio, share,
-            plain_bytes=step_peak_bytes(case.net, case.step) + resident,
-            peak_bytes=step_peak_bytes(case.net, lambda: case.step(made, holders)) + staging + resident,
-            predicted_bytes=made.peak_bytes,
-            wall=its_wall_s / wall_s,
-            processor=its_thread_s / thread_s,
-            predicted=made.seconds / case.trace.seconds,
-            moved_bytes=made.timeline.transfers.moved_bytes,
-            equal=all(torch.equal(a, b) for a, b in zip(case.run(made, holders), case.want, strict=True)),
-        )  # fmt: skip
+        row = Row(self.name, policy, ratio, share, **vars(next(measured(self.case, [made], holders))))
         holders.close()
         return row
 

@@ -16,7 +16,7 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -93,17 +93,12 @@ CODEC_NETS: dict[str, Callable[[], Net]] = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """One plan, as it was measured.
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What was measured of a plan.
 
     Attributes:
-        net: The net.
-        plan: What made it.
-        share: Its budget, as a share of the plain peak above the weights; 0 where none was given.
-        fits: Whether a plan was found.
-        resident_bytes: Weights and inputs.
-        plain_bytes: Measured peak of the plain step, those included.
+        plain_bytes: Measured peak of the plain step, weights and inputs included.
         peak_bytes: Measured peak under the plan.
         predicted_bytes: Simulated peak.
         wall: Measured time over that of the plain step.
@@ -113,11 +108,6 @@ class Row:
         equal: Whether every gradient is the plain step's, to the bit.
     """
 
-    net: str
-    plan: str
-    share: float
-    fits: bool = True
-    resident_bytes: int = 0
     plain_bytes: int = 0
     peak_bytes: int = 0
     predicted_bytes: int = 0
@@ -126,6 +116,25 @@ class Row:
     predicted: float = 0.0
     moved_bytes: int = 0
     equal: bool = True
+
+
+@dataclass(frozen=True)
+class Row(Measured):
+    """One plan, as it was measured.
+
+    Attributes:
+        net: The net.
+        plan: What made it.
+        share: Its budget, as a share of the plain peak above the weights; 0 where none was given.
+        fits: Whether a plan was found.
+        resident_bytes: Weights and inputs.
+    """
+
+    net: str
+    plan: str
+    share: float
+    fits: bool = True
+    resident_bytes: int = 0
 
 
 class Case:
@@ -167,17 +176,14 @@ def times(steps: list[Callable[[], object]]) -> list[tuple[float, float]]:
     return [(median(w for w, _ in found), median(t for _, t in found)) for found in taken]
 
 
-def measured(case: Case, name: str, share: float, plans: dict[str, Plan], holders: Holders) -> Iterator[Row]:
-    """A row for each plan of a net."""
-    steps = [case.step, *(partial(case.step, made, holders) for made in plans.values())]
-    (wall_s, thread_s), *taken = times(steps)
+def measured(case: Case, plans: Sequence[Plan], holders: Holders) -> Iterator[Measured]:
+    """The plain step and plans in turns, then their peaks and gradients."""
+    (wall_s, thread_s), *taken = times([case.step, *(partial(case.step, made, holders) for made in plans)])
     resident = case.trace.resident_bytes
     plain_bytes = step_peak_bytes(case.net, case.step) + resident  # only now: oneDNN's caches are warm for all
-    for (policy, made), (its_wall_s, its_thread_s) in zip(plans.items(), taken, strict=True):
+    for made, (its_wall_s, its_thread_s) in zip(plans, taken, strict=True):
         staging = sum(link.device_bytes for link in case.trace.links if any_to(made, link.to))
-        yield Row(
-            name, policy, share,
-            resident_bytes=resident,
+        yield Measured(
             plain_bytes=plain_bytes,
             peak_bytes=step_peak_bytes(case.net, partial(case.step, made, holders)) + staging + resident,
             predicted_bytes=made.peak_bytes,
@@ -186,7 +192,14 @@ def measured(case: Case, name: str, share: float, plans: dict[str, Plan], holder
             predicted=made.seconds / case.trace.seconds,
             moved_bytes=made.timeline.transfers.moved_bytes,
             equal=all(torch.equal(a, b) for a, b in zip(case.run(made, holders), case.want, strict=True)),
-        )  # fmt: skip
+        )
+
+
+def rows_under(case: Case, name: str, share: float, plans: dict[str, Plan], holders: Holders) -> Iterator[Row]:
+    """A row for each plan of a net."""
+    resident = case.trace.resident_bytes
+    for plan_name, found in zip(plans, measured(case, list(plans.values()), holders), strict=True):
+        yield Row(name, plan_name, share, resident_bytes=resident, **vars(found))
 
 
 def any_to(made: Plan, holder: str) -> bool:
@@ -206,7 +219,7 @@ def disk_rows(name: str, folder: Path) -> Iterator[Row]:
         case.trace = with_disk
         holders = Holders(options)
         yield from (Row(name, policy, share, fits=False) for policy, made in found.items() if made is None)
-        yield from measured(case, name, share, {k: made for k, made in found.items() if made is not None}, holders)
+        yield from rows_under(case, name, share, {k: made for k, made in found.items() if made is not None}, holders)
         holders.close()
 
 
@@ -223,7 +236,7 @@ def codec_rows(name: str, folder: Path) -> Iterator[Row]:
     case.trace = case.trace.with_machine(codecs=measure_codecs())
     free = free_codecs(case.trace)
     made = plan(case.trace, policy=lambda step, budget: free)
-    yield from measured(case, name, 0.0, {"codecs alone": made}, Holders(HolderOptions(folder=folder)))
+    yield from rows_under(case, name, 0.0, {"codecs alone": made}, Holders(HolderOptions(folder=folder)))
 
 
 def disk_table(text: str) -> str:

@@ -6,6 +6,7 @@ from torch import nn
 from benchmarks import moving
 from benchmarks.figures import write_figures
 from benchmarks.moving import Bench, Row, claims, moving_policies, policy_table, ratio_table
+from tests.benchmarks.figures_of_plans import figures
 
 OURS = {"auto", "together"}
 
@@ -17,8 +18,8 @@ def test_every_published_policy_that_moves_says_what_its_paper_claims():
 
 
 def test_the_tables_of_figures(tmp_path):
-    row = Row("M", "vdnn", 1.0, 0.5, 2**27, 2**26, 2**26, 1.25, 1.1, 1.2, 2**23, True)
-    slow = Row("M", "auto", 0.25, 0.5, 2**27, 2**26, 2**26, 1.5, 1.4, 1.3)
+    row = Row("M", "vdnn", 1.0, 0.5, **figures(2**27, 2**26, (1.25, 1.1, 1.2), 2**23))
+    slow = Row("M", "auto", 0.25, 0.5, **figures(2**27, 2**26, (1.5, 1.4, 1.3)))
     write_figures(tmp_path / "moving.json", rows=[row, Row("M", "gist", 1.0, 0.0), slow])
     text = (tmp_path / "moving.json").read_text()
     lines = policy_table(text).splitlines()[:-2]  # without the sentence under it

@@ -7,6 +7,7 @@ from torch import nn
 from benchmarks import offload
 from benchmarks.figures import write_figures
 from benchmarks.offload import BOTH, Row, codec_rows, codec_table, disk_rows, disk_table
+from tests.benchmarks.figures_of_plans import figures
 
 
 def small():
@@ -20,8 +21,9 @@ def few_rounds(monkeypatch):
 
 
 def test_the_tables_of_figures(tmp_path):
-    disk = Row("BIG", BOTH, 0.5, True, 2**20, 2**24, 2**23, 2**23, 1.25, 1.1, 1.05, 2**25)
-    codecs = Row("ViT", "codecs alone", 0.0, True, 2**23, 2**24, 3 * 2**22, 3 * 2**22, 1.5, 1.4, 1.3)
+    moved = figures(2**24, 2**23, (1.25, 1.1, 1.05), 2**25)
+    disk = Row("BIG", BOTH, 0.5, resident_bytes=2**20, **moved)
+    codecs = Row("ViT", "codecs alone", 0.0, resident_bytes=2**23, **figures(2**24, 3 * 2**22, (1.5, 1.4, 1.3)))
     write_figures(tmp_path / "offload.json", rows=[disk, Row("BIG", "auto", 0.25, fits=False), codecs])
     text = (tmp_path / "offload.json").read_text()
     assert disk_table(text).splitlines()[2:4] == [
