@@ -51,9 +51,11 @@ class ThreadLane:
 
     def copy(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
         """Start to copy on the thread."""
-        return _Done(self._thread.submit(self._copy, target, source, after))
+        return _Done(self._thread.submit(self._copy, [target, source], after))
 
-    def _copy(self, target: Tensor, source: Tensor, after: Ticket | None) -> None:
+    def _copy(self, tensors: list[Tensor], after: Ticket | None) -> None:
+        target, source = tensors
+        tensors.clear()  # the pool's thread keeps its arguments for a moment after the result is there
         if after is not None:
             after.wait()
         begin_s = time.perf_counter()

@@ -52,11 +52,11 @@ def late_host(options: HolderOptions, seed: int):
     for lane in (host.out, host.back):
         copy = lane._copy
 
-        def slow(target, source, after, copy=copy, lane=lane):
+        def slow(tensors, after, copy=copy, lane=lane):
             if lane is host.back:
-                poison([target])
+                poison(tensors[:1])
             late.sleep()
-            copy(target, source, after)
+            copy(tensors, after)
 
         lane._copy = slow
     return host
