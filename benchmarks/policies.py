@@ -5,7 +5,7 @@ above weights and inputs, new gradients included; times are thread time divided 
 medians over rounds in which all rows take turns, so that slow phases of the machine cancel out. Freed memory stays with
 the process.
 For each row of others ``auto`` is also given that row's measured peak as its budget, and the last lines tell whether it
-was as small and as fast.
+was as small and as fast, or found no plan.
 
 ``FOLDER/policies.json`` keeps the figures; `benchmarks.documents` makes tables of a committed copy of it.
 """
@@ -28,7 +28,7 @@ from benchmarks.figures import markdown, measured_on, rows_of, write_figures
 from benchmarks.nets import NETS, net_rn18
 from benchmarks.peak import keep_freed_memory, step_peak_bytes
 from ctdr_lightning.basics.errors import CTDRError
-from ctdr_lightning.memory import POLICIES, Budget, Plan, Tape, Trace, plan, record, simulate
+from ctdr_lightning.memory import POLICIES, Budget, Plan, Prepared, Tape, Trace, record, simulate
 from ctdr_lightning.memory.traces.typical_seconds import steady
 
 SHARES = (0.8, 0.7, 0.6, 0.54, 0.5, 0.45, 0.4)
@@ -57,19 +57,21 @@ class Row:
 
 @dataclass(frozen=True)
 class Pair:
-    """A rival on a net, and ``auto`` with the rival's measured peak for a budget; shares as in `Row`."""
+    """A rival on a net, and ``auto`` with the rival's measured peak for a budget, if it found a plan; as in `Row`."""
 
     net: str
     rival: str
     asked: float | None
     rival_peak: float
     rival_seconds: float
-    peak: float
-    seconds: float
+    peak: float | None
+    seconds: float | None
 
     @property
     def dominated(self) -> bool:
         """Whether ``auto`` is as small, and as fast to two percent."""
+        if self.peak is None or self.seconds is None:
+            return False
         return self.peak <= self.rival_peak + 1e-9 and self.seconds <= self.rival_seconds * SLACK
 
 
@@ -137,18 +139,28 @@ def of_partitioner(net: nn.Module, inputs: Tensor, step_of: Callable[[nn.Module,
         yield Way("activation_memory_budget", lambda c=compiled: step_of(c, inputs).backward(), budget)
 
 
-def of_policies(trace: Trace, step: Callable[[], Tensor], dynamic_bytes: int) -> Iterator[Way]:
-    """Every registered policy at every share of the plain peak; a plan that repeats is measured once."""
-    for name in POLICIES:
+def of_policies(prepared: Prepared, step: Callable[[], Tensor], dynamic_bytes: int) -> Iterator[Way]:
+    """Each policy that can do something here, at every share of the plain peak; a repeated plan is measured once."""
+    for name in (name for name in POLICIES if name != "keep" and POLICIES[name].works_on(prepared.trace)):
         seen = []
-        for share in SHARES if name != "keep" else ():
-            try:
-                made = plan(trace, Budget(peak_bytes=trace.resident_bytes + int(share * dynamic_bytes)), name)
-            except CTDRError:
-                continue
-            if made.script not in seen:
+        for share in SHARES:
+            made = planned(prepared, int(share * dynamic_bytes), name)
+            if made is not None and made.script not in seen:
                 seen.append(made.script)
                 yield Way(name, guided(step, made), share, made)
+
+
+def planned(prepared: Prepared, peak_bytes: int, policy: str = "auto") -> Plan | None:
+    """A policy's plan for so many bytes above the weights; None where it finds none that fits.
+
+    It is asked directly: ``plan`` makes ``auto``'s plan besides for each that finds nothing, to compare with.
+    """
+    limit = prepared.trace.resident_bytes + peak_bytes
+    try:
+        made = Plan(policy, POLICIES[policy](prepared, Budget(peak_bytes=limit)), limit)
+    except CTDRError:
+        return None  # nothing that fits, or no chain
+    return made if made.peak_bytes <= limit else None
 
 
 def measured(net: nn.Module, ways: list[Way], rounds: int) -> list[tuple[int, float]]:
@@ -190,22 +202,29 @@ def compare(name: str, rounds: int, compiled: bool) -> tuple[list[Row], list[Pai
     plain = Way("plain", lambda: step().backward())
     dynamic_bytes = step_peak_bytes(net, plain.run)
     others = [*of_torch(net, inputs), *(of_partitioner(net, inputs, step_of) if compiled else ())]
-    planned = list(of_policies(trace, step, dynamic_bytes))
-    rivals = [*others, *(way for way in planned if way.name != "auto")]
-    answers = [answer(trace, step, step_peak_bytes(net, way.run), dynamic_bytes) for way in rivals]
-    ways = [plain, *rivals, *(w for w in planned if w.name == "auto"), *answers]
+    prepared = Prepared(trace)
+    ours = list(of_policies(prepared, step, dynamic_bytes))
+    rivals = [*others, *(way for way in ours if way.name != "auto")]
+    answers = [answer(prepared, step, step_peak_bytes(net, way.run), dynamic_bytes) for way in rivals]
+    shown = [plain, *rivals, *(w for w in ours if w.name == "auto")]
+    ways = [*shown, *(way for way in answers if way is not None)]
     found = measured(net, ways, rounds)
     rows = [row(name, way, *of, found[0][0], trace) for way, of in zip(ways, found, strict=True)]
-    ours, theirs = rows[len(rows) - len(answers) :], rows[1 : 1 + len(rivals)]
-    pairs = [Pair(name, r.name, r.asked, r.peak, r.seconds, mine.peak, mine.seconds)
-             for r, mine in zip(theirs, ours, strict=True)]  # fmt: skip
-    return rows[: len(rows) - len(answers)], pairs
+    mine, theirs = iter(rows[len(shown) :]), rows[1 : 1 + len(rivals)]
+    pairs = [pair(rival, way and next(mine)) for rival, way in zip(theirs, answers, strict=True)]
+    return rows[: len(shown)], pairs
 
 
-def answer(trace: Trace, step: Callable[[], Tensor], peak_bytes: int, dynamic_bytes: int) -> Way:
-    """What ``auto`` does with a rival's measured peak."""
-    made = plan(trace, Budget(peak_bytes=trace.resident_bytes + peak_bytes))
-    return Way("auto", guided(step, made), peak_bytes / dynamic_bytes, made)
+def pair(rival: Row, mine: Row | None) -> Pair:
+    """A rival's row beside the one of ``auto``'s answer, if there is one."""
+    found = (None, None) if mine is None else (mine.peak, mine.seconds)
+    return Pair(rival.net, rival.name, rival.asked, rival.peak, rival.seconds, *found)
+
+
+def answer(prepared: Prepared, step: Callable[[], Tensor], peak_bytes: int, dynamic_bytes: int) -> Way | None:
+    """What ``auto`` does with a rival's measured peak; None where it finds no plan that fits it."""
+    made = planned(prepared, peak_bytes)
+    return made and Way("auto", guided(step, made), peak_bytes / dynamic_bytes, made)
 
 
 def table(text: str, part: str) -> str:
@@ -237,8 +256,9 @@ def rivals(pairs: Sequence[Pair]) -> str:
 
 
 def _ahead(pair: Pair) -> str:
-    theirs, ours = (f"{p:.3f}, x{s:.3f}" for p, s in ((pair.rival_peak, pair.rival_seconds), (pair.peak, pair.seconds)))
-    return f"`{pair.rival}` ({theirs}; `auto` {ours})"
+    ours = "finds no plan" if pair.peak is None else f"{pair.peak:.3f}, x{pair.seconds:.3f}"
+    asked = "" if pair.asked is None else f" {pair.asked:.2f}"
+    return f"`{pair.rival}`{asked} ({pair.rival_peak:.3f}, x{pair.rival_seconds:.3f}; `auto` {ours})"
 
 
 def main() -> None:

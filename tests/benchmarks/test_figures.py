@@ -2,11 +2,13 @@
 
 import json
 from datetime import date
+from functools import partial
 
 import pytest
 
 from benchmarks import bounds, decompose, digits, engine, planning_time, policies, promise, ranks, recovery
 from benchmarks.figures import machine, measured_on, write_figures
+from ctdr_lightning.memory import POLICIES
 
 
 def written(tmp_path, **parts):
@@ -120,20 +122,30 @@ def test_policies_are_told_a_row_a_way_and_rivals_that_are_ahead(tmp_path):
         policies.Row("R", "auto", 0.5, 9.0, 0.49, 1.2, 0.49, 1.19, 1.1),
     ]
     near, ahead = (policies.Pair("R", name, 0.5, 0.5, s, 0.5, 1.2) for name, s in (("rotor", 1.18), ("dtr", 1.1)))
-    text = written(tmp_path, ways=[*ways, policies.Row("T", "auto", 0.5, 9.0, 0.4, 1.1)], pairs=[near, ahead])
+    unmet = policies.Pair("R", "optimal", None, 0.3, 1.4, None, None)
+    text = written(tmp_path, ways=[*ways, policies.Row("T", "auto", 0.5, 9.0, 0.4, 1.1)], pairs=[near, ahead, unmet])
     assert lines_of(policies.table(text, "R")) == [
         "| `checkpoint` |  | 0.500 | x1.500 |  |  |  |",
         "| `auto` | 0.50 | 0.490 | x1.200 | 0.490 | x1.190 | x1.100 |",
     ]
     assert policies.table(text, "rivals").startswith(
-        "* R: as small, and as fast to 2%, as 1 of 2 rivals; ahead of it: `dtr` (0.500, x1.100; `auto` 0.500, x1.200)."
+        "* R: as small, and as fast to 2%, as 1 of 3 rivals; ahead of it: "
+        "`dtr` 0.50 (0.500, x1.100; `auto` 0.500, x1.200), `optimal` (0.300, x1.400; `auto` finds no plan)."
     )
+
+
+def test_auto_answers_a_peak_that_nothing_fits_with_none():
+    net, inputs, step_of = policies.NETS["T"]()
+    step = partial(step_of, net, inputs)
+    assert policies.answer(policies.Prepared(policies.record(step)), step, peak_bytes=1, dynamic_bytes=100) is None
+    rival = policies.Row("T", "rotor", 0.1, 9.0, 0.1, 1.5)
+    assert policies.pair(rival, None) == policies.Pair("T", "rotor", 0.1, 0.1, 1.5, None, None)
 
 
 @pytest.mark.slow
 def test_auto_is_measured_beside_each_rival_with_its_peak(monkeypatch):
     monkeypatch.setattr(policies, "SHARES", (0.6,))
-    monkeypatch.setattr(policies, "POLICIES", ("auto", "rotor"))
+    monkeypatch.setattr(policies, "POLICIES", {name: POLICIES[name] for name in ("auto", "rotor")})
     rows, pairs = policies.compare("T", 1, compiled=False)
     assert rows[0].name == "plain"
     assert [row.name for row in rows[-2:]] == ["rotor", "auto"]
