@@ -20,6 +20,9 @@ T = TypeVar("T")
 Show = Callable[[str, int], None]
 # What is done sooner needs no bar.
 PATIENCE_S = 2.0
+# Lines in a file stay: each waits so many times longer than the one before, up to a minute, so that ten minutes are
+# some 20 lines and not 300.
+_CALMER, _LONGEST_S = 1.5, 60.0
 
 
 @dataclass(eq=False)
@@ -130,12 +133,12 @@ def track(items: Iterable[T], label: str, *, total: int, enabled: bool = True) -
 
 
 def _plain() -> Show:
-    last_s = -math.inf
+    last_s, pause_s = -math.inf, PATIENCE_S
 
     def show(text: str, n_done: int) -> None:
-        nonlocal last_s
-        if time.perf_counter() - last_s > PATIENCE_S:
-            last_s = time.perf_counter()
+        nonlocal last_s, pause_s
+        if time.perf_counter() - last_s > pause_s:
+            last_s, pause_s = time.perf_counter(), min(_CALMER * pause_s, _LONGEST_S)
             print(text, file=sys.stderr, flush=True)
 
     return show

@@ -1,3 +1,4 @@
+import itertools
 import sys
 import time
 
@@ -16,6 +17,19 @@ def test_plain_lines_when_it_lasts(monkeypatch, capsys, enabled):
     monkeypatch.setattr(progress, "PATIENCE_S", -1.0)
     assert list(progress.track("abc", "spell", total=3, enabled=enabled)) == list("abc")
     assert ("spell: 2 of 3" in capsys.readouterr().err) == enabled
+
+
+def test_plain_lines_become_rarer_the_longer_it_lasts(monkeypatch, capsys):
+    now_s = [0.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now_s[0])
+    show, _ = progress.open_bar("choose", 600)
+    for now_s[0] in range(600):
+        show(f"{now_s[0]}", now_s[0])
+    seen = [int(line) for line in lines(capsys)]
+    pauses = [later - before for before, later in itertools.pairwise(seen)]
+    assert pauses == sorted(pauses)
+    assert (pauses[0], pauses[-1]) == (4, 61)
+    assert len(seen) < 25
 
 
 def test_bar_on_a_terminal_is_taken_down_even_after_an_error(monkeypatch):
