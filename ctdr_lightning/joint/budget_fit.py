@@ -175,7 +175,8 @@ class BudgetFit(_Numbers):
     def sentences(self) -> list[str]:
         """What was chosen and what it costs, a sentence each."""
         budget = f" for a budget of {format_bytes(self.budget_bytes)}" if self.budget_bytes else ""
-        what = "the dense model" if self.is_dense else f"{len(self.choices.factorized)} layers factorized"
+        n = len(self.choices.factorized)
+        what = "the dense model" if self.is_dense else f"{n} layer{'' if n == 1 else 's'} factorized"
         how = "nothing recomputed" if self.plan.keeps_all else "with recomputation"
         timed = f"{self.measured_slowdown:.2f} dense steps by the clock" if self.measured_slowdown else "not timed"
         metric = [f"In the metric: {self.metric}."] if self.metric is not None else []

@@ -1,14 +1,16 @@
 """From a budget to ranks and plan. Limits of time are wide here: which step is faster is the machine's business."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from ctdr_lightning import BudgetFit, Tape, decompose, fit_to_budget
 from ctdr_lightning.basics.errors import CheckpointError, ConfigError, InfeasibleBudgetError
-from ctdr_lightning.decomposition import FactorizedLayer, chooser, rank_chooser
+from ctdr_lightning.decomposition import Choices, FactorizedLayer, chooser, rank_chooser
 from ctdr_lightning.decomposition.choose import batches as choose_batches
+from ctdr_lightning.decomposition.choose.choices import LayerChoice
 from ctdr_lightning.joint import search
 from ctdr_lightning.joint.proposals import Proposer
 from ctdr_lightning.joint.turns import RealStep, Turns
@@ -39,6 +41,9 @@ def test_where_everything_fits_the_answer_is_the_dense_model_and_says_so():
     assert n_factorized(net) == 0
     assert fit.loss == 0
     assert "the dense model, nothing recomputed" in str(fit)
+    for n, said in ((1, ": 1 layer factorized,"), (2, ": 2 layers factorized,")):
+        choices = Choices({str(i): LayerChoice("svd", (2,)) for i in range(n)})
+        assert said in replace(fit, choices=choices, budget_bytes=0).sentences()[0]
 
 
 def test_the_dense_step_is_never_too_slow_however_disturbed_the_clock_is(monkeypatch):
