@@ -175,8 +175,7 @@ class BudgetFit(_Numbers):
     def sentences(self) -> list[str]:
         """What was chosen and what it costs, a sentence each."""
         budget = f" for a budget of {format_bytes(self.budget_bytes)}" if self.budget_bytes else ""
-        n = len(self.choices.factorized)
-        what = "the dense model" if self.is_dense else f"{n} layer{'' if n == 1 else 's'} factorized"
+        what = "the dense model" if self.is_dense else f"{_counted(len(self.choices.factorized), 'layer')} factorized"
         how = "nothing recomputed" if self.plan.keeps_all else "with recomputation"
         timed = f"{self.measured_slowdown:.2f} dense steps by the clock" if self.measured_slowdown else "not timed"
         metric = [f"In the metric: {self.metric}."] if self.metric is not None else []
@@ -190,7 +189,7 @@ class BudgetFit(_Numbers):
             f"of it {format_seconds(self.plan.recompute_seconds)} recomputation; {timed}.",
             f"Expected cost: KL {self.loss:.4f} nats to the dense outputs, before any training.",
             *metric,
-            f"{len(self.considered)} candidates were looked at in {self.search_s:.1f} s.",
+            f"Looked at: {_counted(len(self.considered), 'candidate')}, in {self.search_s:.1f} s.",
         ]
 
     def to_json(self, path: str | Path | None = None) -> str:
@@ -230,6 +229,10 @@ class BudgetFit(_Numbers):
             )
         except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
             raise CheckpointError(f"This budget fit is damaged: {error!r}.", "Choose again.") from error
+
+
+def _counted(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
 def _layer_table(fit: BudgetFit) -> str:

@@ -40,10 +40,16 @@ class RunFacts:
 
 def closing_summary(facts: RunFacts) -> str:
     """The account, a line each; what is not known is left out."""
-    ratio = facts.parameters_before / max(facts.parameters_after, 1)
-    lines = [f"Parameters: {facts.parameters_before:,} -> {facts.parameters_after:,}, {ratio:.2f} times fewer."]
+    lines = [_size(facts)]
     lines += [text for text in (_accuracy(facts), _peak(facts), _time(facts), _bought(facts)) if text]
     return "\n".join(lines)
+
+
+def _size(facts: RunFacts) -> str:
+    before, after = facts.parameters_before, facts.parameters_after
+    if before == after:
+        return f"Parameters: {after:,}, as many as before."
+    return f"Parameters: {before:,} -> {after:,}, {before / max(after, 1):.2f} times fewer."
 
 
 def _accuracy(facts: RunFacts) -> str:

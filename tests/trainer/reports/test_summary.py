@@ -15,6 +15,7 @@ from tests import parts
 
 def test_what_is_not_known_is_left_out():
     assert closing_summary(RunFacts(100, 50)) == "Parameters: 100 -> 50, 2.00 times fewer."
+    assert closing_summary(RunFacts(100, 100)) == "Parameters: 100, as many as before."
 
 
 def test_every_number_has_its_place():
