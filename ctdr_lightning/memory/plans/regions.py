@@ -17,6 +17,7 @@ class Regions:
         busy: For each region whether the tape must see its ops; what is saved after an op with a bell ends at the next.
         listens: For each region whether something dropped may be saved in it: before its first op if it is busy, else
             anywhere.
+        differs: For each region whether the tape has to do other things in it than in the one before.
         worthwhile: Whether so many ops are in quiet regions that it pays to be told of every module.
         last: The region of the last line.
         n_training: How many of the modules whose forwards begin the regions up to ``last`` are in training mode.
@@ -36,6 +37,8 @@ class Regions:
             self.first[region] = min(self.first[region], self.first[region + 1])
         self.last = script[-1].region if known and script else 0
         self.listens = self._find_listening(script)
+        needs = list(zip(self.busy, self.listens, strict=True))
+        self.differs = [place == 0 or needs[place - 1] != need for place, need in enumerate(needs)]
         n_unseen = sum(not self.busy[line.region] for line in script) if known else 0
         self.worthwhile = HOOK_CALLS_PER_OP * n_unseen > count
 

@@ -28,7 +28,8 @@ class Sleeper:
         regions: Of the mode's script.
         switch: Puts the mode on the stack, or takes it off.
         wakes: Told the index of the next line when the mode is back.
-        listen: Told whether something dropped may be saved, where the mode does not see it or has just come back.
+        listen: Told whether something dropped may be saved, where the mode does not see it or has just come back;
+            says whether the hooks are as it was told.
 
     Attributes:
         awake: Whether the mode is on the stack.
@@ -40,7 +41,7 @@ class Sleeper:
         regions: Regions,
         switch: Callable[[bool], None],
         wakes: Callable[[int], None],
-        listen: Callable[[bool], None],
+        listen: Callable[[bool], bool],
     ) -> None:
         self._regions = regions
         self._switch, self._wakes, self._listen = switch, wakes, listen
@@ -49,6 +50,7 @@ class Sleeper:
         self._region = self._n_training = 0
         self._mode: TorchDispatchMode | None = None
         self._blocks = InferenceBlocks()
+        self._settled = False  # whether mode and hooks are as the last region needs them
         self.awake = True
         self.stays_awake = False
 
@@ -78,12 +80,19 @@ class Sleeper:
             return
         if self._blocks.depth:  # begins no region: the block would undo a move of the mode
             return
-        self._region += 1
-        region, busy = self._region, self._regions.busy
+        self._region = region = self._region + 1
         if region <= self._regions.last:
             self._n_training += module.training
+        # This runs for each module with cold caches, 30 us on a slow machine, and most regions are as the one before.
+        if not self._settled or region > self._regions.last or self._regions.differs[region]:
+            self._turn(region)
+
+    def _turn(self, region: int) -> None:
+        """Bring the mode and the hooks to what a region needs."""
+        busy = self._regions.busy
         wanted = self.stays_awake or region >= len(busy) or busy[region]
-        if wanted and self.awake:
+        self._settled = wanted and self.awake
+        if self._settled:
             return
         if wanted is not self.awake:
             if current_dispatch_mode() is not (self._mode if self.awake else self._below):
@@ -92,5 +101,4 @@ class Sleeper:
             self._switch(wanted)
             if wanted and region < len(busy):
                 self._wakes(self._regions.first[region])
-        if region < len(busy):
-            self._listen(self._regions.listens[region])
+        self._settled = region >= len(busy) or self._listen(self._regions.listens[region])

@@ -232,9 +232,11 @@ class Tape(OpMode):
     def _wake(self, index: int) -> None:
         self._index = index
 
-    def _listen(self, on: bool) -> None:
+    def _listen(self, on: bool) -> bool:
+        """Whether the hooks are as they are asked to be."""
         if self._listener is not None and self._listener.on is not on:
             self._listener.turn(on)
+        return self._listener is None or self._listener.on is on
 
     def _differing(
         self, func: OpOverload, index: int, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
