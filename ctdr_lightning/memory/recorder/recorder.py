@@ -6,9 +6,9 @@ policy evicts at the same time, so that even the first step cannot run out of me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from statistics import median
+from itertools import accumulate
 from time import perf_counter
 from types import TracebackType
 from typing import Any
@@ -80,7 +80,7 @@ class Recorder(OpMode):
         self._shortcuts = ShortcutTimes()
         self._device = "cpu"
         self._active = False
-        self._logging_s: list[float] = []
+        self._logging_s: dict[int, float] = {}  # by the op's index
 
     def __enter__(self) -> Recorder:
         self._active = True
@@ -136,7 +136,7 @@ class Recorder(OpMode):
         log.ran(func, args, kwargs, inputs, out, seconds, temp_bytes, pin, rest_pin)
         if not backward:
             log.n_training = paths.training
-            self._logging_s.append(perf_counter() - start)
+            self._logging_s[log.n_ops - 1] = perf_counter() - start
         elif self.evictor is not None:
             self.evictor.ran(None, [], out, seconds)
         return out
@@ -189,9 +189,32 @@ class Recorder(OpMode):
         unread_bytes = self.log.unread_bytes(self._standing)
         found = self.log.finish(self._device, meta, evicting=self.evictor is not None).with_static(unread_bytes)
         measured = isinstance(clock, CpuClock)
-        python_s = REPLAY_COST_IN_LOGGED_OPS * median(self._logging_s) if measured and self._logging_s else 0.0
+        python_s = REPLAY_COST_IN_LOGGED_OPS * _typical_logging_s(found, self._logging_s) if measured else 0.0
         shares = self._shortcuts.shares() if measured else {}
         return found.with_costs([clock.seconds(op.seconds) for op in found.ops], temps, python_s, shares)
+
+
+def _typical_logging_s(trace: Trace, logging_s: Mapping[int, float]) -> float:
+    """What it takes to log an op that a plan may run again: the median over the bytes that such ops make.
+
+    Between kernels that fill the caches Python takes five times as long as between views, which no plan drops for
+    their bytes: in a transformer every second op is one.
+
+    Args:
+        trace: The step.
+        logging_s: Seconds by the index of an op of the forward.
+
+    Returns:
+        Seconds; 0 where no op makes anything that can be dropped.
+    """
+    timed = sorted((seconds, _droppable_bytes(trace, op)) for op, seconds in logging_s.items())
+    passed_bytes = list(accumulate(n_bytes for _, n_bytes in timed))
+    return next((s for (s, _), passed in zip(timed, passed_bytes, strict=True) if 2 * passed > passed_bytes[-1]), 0.0)
+
+
+def _droppable_bytes(trace: Trace, op: int) -> int:
+    made = {v for v in trace.ops[op].outputs if v in trace.droppable and trace.values[v].op == op}
+    return sum(trace.value_bytes(v) for v in made)
 
 
 def record(

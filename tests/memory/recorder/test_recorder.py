@@ -9,6 +9,7 @@ from ctdr_lightning.basics.devices import DEVICES
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.torch_private import FakeTensorMode
 from ctdr_lightning.memory import Recorder, record, record_fake, simulate
+from ctdr_lightning.memory.recorder.recorder import _typical_logging_s
 from tests.memory.harness import Bench
 
 
@@ -184,6 +185,16 @@ def test_pythons_time_is_measured_where_kernels_wait_for_it():
     net, x = torch.nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4)
     assert 1e-6 < record(lambda: net(x).sum()).python_s_per_replay < 1e-1
     assert record_fake(net, x, lambda net, x: net(x).sum()).python_s_per_replay == 0.0
+
+
+def test_pythons_time_is_that_of_ops_that_make_bytes():
+    net, x = nn.Sequential(nn.Linear(64, 64), nn.Flatten(), nn.Tanh(), nn.Flatten()), torch.randn(32, 8, 8)
+    trace = record(lambda: net(x.reshape(32, 64)).sum())
+    large = [op for op in trace.forward_ops if trace.ops[op].name in {"aten.addmm.default", "aten.tanh.default"}]
+    logging_s = dict.fromkeys(trace.forward_ops, 1e-6) | dict.fromkeys(large, 9e-6)
+    assert len(large) < len(logging_s) / 2
+    assert _typical_logging_s(trace, logging_s) == 9e-6
+    assert _typical_logging_s(trace, {}) == 0.0
 
 
 def test_the_modules_that_train_are_counted_up_to_the_last_op():
