@@ -66,12 +66,17 @@ class Rounds:
         self._limit = peak_bytes
         self._limited = LimitedTicks(step, peak_bytes)
         self._n_variables = 0
+        self._raised_s = 0.0
         self.found: list[Round] = []
 
     @property
     def bound_seconds(self) -> float:
-        """The best bound of the rounds that were made."""
-        return max((found.bound_seconds for found in self.found), default=0.0)
+        """The best bound of the rounds that were made, and of those that were noted besides."""
+        return max([self._raised_s, *(found.bound_seconds for found in self.found)])
+
+    def raise_to(self, bound_seconds: float) -> None:
+        """Take note of a bound that another program of the same peak gave: a relaxation."""
+        self._raised_s = max(self._raised_s, bound_seconds)
 
     def __iter__(self) -> Iterator[Round]:
         """The rounds from the first on."""

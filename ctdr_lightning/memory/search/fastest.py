@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from ctdr_lightning.memory.bounds.lower_bound import lower_bound_seconds
 from ctdr_lightning.memory.bounds.rounds import MOST_ROUNDS, rounds_of
@@ -133,7 +133,14 @@ class Fastest:
     def narrow(self) -> None:
         """Polish relaxations that limit bytes where the one before broke the budget, where the gap is large."""
         if self.bound_s != float("inf"):
-            self.polish(narrowed_plans(self._step, self._limit), LARGE_GAP, NARROWED_SHARE)
+            self.polish(self._narrowed(), LARGE_GAP, NARROWED_SHARE)
+
+    def _narrowed(self) -> Iterator[Actions]:
+        """Their plans; each raises the bound, too."""
+        for bound_s, actions in narrowed_plans(self._step, self._limit):
+            rounds_of(self._step, self._limit).raise_to(bound_s)
+            self.bound_s = max(self.bound_s, bound_s)
+            yield actions
 
     def prove(self, gap: float = NO_GAP) -> None:
         """Go through the rounds in whole numbers: each raises the bound, and its plan is polished.

@@ -58,7 +58,7 @@ def relaxed_plans(
                 yield actions
 
 
-def narrowed_plans(step: Prepared, budget_bytes: int) -> Iterator[dict[int, Action]]:
+def narrowed_plans(step: Prepared, budget_bytes: int) -> Iterator[tuple[float, dict[int, Action]]]:
     """Relaxations with bytes limited where the plan before broke the budget, each rounded at one half.
 
     Args:
@@ -66,7 +66,8 @@ def narrowed_plans(step: Prepared, budget_bytes: int) -> Iterator[dict[int, Acti
         budget_bytes: The budget.
 
     Yields:
-        A plan a relaxation, from the second on: the first limits bytes at one tick.
+        Of each relaxation, from the second on, the seconds that no plan goes below, and its plan: the first limits
+        bytes at one tick.
     """
     limited, n_variables, n_ticks = LimitedTicks(step, budget_bytes), 0, 0
     for n in range(MOST_PROGRAMS):
@@ -79,6 +80,6 @@ def narrowed_plans(step: Prepared, budget_bytes: int) -> Iterator[dict[int, Acti
             return
         actions = staged.actions_of(solution.values, 0.5)
         if n:
-            yield actions
+            yield step.trace.seconds * (1 + solution.bound), actions
         if not limited.add_worst(actions):
             return

@@ -6,6 +6,8 @@ import pytest
 
 from ctdr_lightning.memory import KEEP, RECOMPUTE, RECOMPUTE_EACH, Prepared, Simulator, simulate
 from ctdr_lightning.memory.bounds.lower_bound import lower_bound_seconds
+from ctdr_lightning.memory.bounds.rounds import rounds_of
+from ctdr_lightning.memory.search import fastest
 from ctdr_lightning.memory.search.fastest import Fastest, smallest_within
 from ctdr_lightning.memory.search.frontier import CHOICES, Frontier
 from ctdr_lightning.memory.search.local_search import LocalSearch
@@ -123,10 +125,21 @@ def test_a_narrowed_plan_fits_where_the_first_relaxation_breaks_the_budget(name,
     limit = int(share * step.plain_peak_bytes)
     (first,) = relaxed_plans(step, limit, ((1, 0.0),), (0.5,))
     assert simulate(step.trace, first).peak_bytes > limit
-    timelines = [simulate(step.trace, actions) for actions in narrowed_plans(step, limit)]
-    fitting = [timeline.seconds for timeline in timelines if timeline.peak_bytes <= limit]
+    narrowed = [(bound_s, simulate(step.trace, actions)) for bound_s, actions in narrowed_plans(step, limit)]
+    fitting = [timeline.seconds for _, timeline in narrowed if timeline.peak_bytes <= limit]
     assert fitting
-    assert min(fitting) >= lower_bound_seconds(step, limit) * (1 - 1e-9)
+    assert min(fitting) >= max(bound_s for bound_s, _ in narrowed) * (1 - 1e-9)
+
+
+def test_relaxations_that_are_narrowed_raise_the_bound(monkeypatch):
+    step = Prepared(graph_trace(GRAPHS["residual"]))
+    limit = int(0.6 * step.plain_peak_bytes)
+    best = max(bound_s for bound_s, _ in narrowed_plans(step, limit))
+    monkeypatch.setattr(fastest, "lower_bound_seconds", lambda step, limit_bytes: step.trace.seconds)
+    attempt = Fastest(step, LocalSearch(step), limit)
+    assert attempt.bound_s < best
+    attempt.narrow()
+    assert attempt.bound_s == rounds_of(step, limit).bound_seconds == best
 
 
 def test_nothing_is_narrowed_where_the_first_relaxation_fits_or_nothing_can():
