@@ -54,8 +54,9 @@ class CTDRCallback(Callback):
         verbose: Print what was decomposed and planned.
         offload: Where saved tensors may wait besides the device: ``"host"``, ``"disk"``, or a list of these.
         disk_folder: Folder of the disk's files; None takes the system's folder for temporary files.
-        codecs: How saved tensors may be written smaller: ``"exact"`` in ways that leave every gradient as it is, a list
-            of names for others, None not at all.
+        codecs: How saved tensors may be written smaller: ``"exact"`` in all ways that leave every gradient as it is, a
+            list of names for others, None not at all; ``"auto"`` in exact ways under a ``memory_budget`` with policy
+            ``"auto"``, where that makes steps faster than recomputation alone does, or is what makes them fit.
         optimizer_state: Where the optimizers' state waits between their steps: ``"host"`` (of a GPU), ``"disk"``,
             ``"8bit"`` for the device in a quarter of its bytes (rounded), or None for the device.
         optimizer_step: ``"in_backward"`` updates each parameter as its gradient is ready and frees the gradient, with
@@ -98,7 +99,7 @@ class CTDRCallback(Callback):
         verbose: bool = True,
         offload: str | list[str] | None = None,
         disk_folder: str | Path | None = None,
-        codecs: str | list[str] | None = None,
+        codecs: str | list[str] | None = "auto",
         optimizer_state: str | None = None,
         optimizer_step: str | None = None,
         metric: MetricLike | None = None,

@@ -72,10 +72,11 @@ def _decompose(options: argparse.Namespace) -> None:
 def _plan(options: argparse.Namespace) -> None:
     batch = from_data(options.data) if options.data else from_inputs(_inputs(options))
     _check_budget(options)
-    options.places = Places.read(options.offload, options.disk_folder, options.codecs)
+    policy = options.policy or ("auto" if options.budget else "sqrt")
+    codecs = options.codecs or (["auto"] if options.budget and policy == "auto" else [])
+    options.places = Places.read(options.offload, options.disk_folder, None if codecs == ["none"] else codecs)
     trace, report = _recorded(options, batch)
     trace = options.places.equip(trace, options.device)
-    policy = options.policy or ("auto" if options.budget else "sqrt")
     try:
         made = plan(trace, options.budget, policy)
     except InfeasibleBudgetError as error:
@@ -190,7 +191,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_memory(memory)
     memory.add_argument("--offload", nargs="+", help=f"where tensors may wait: {', '.join(HOLDERS)}")
     memory.add_argument("--disk-folder", help="where the disk's file is")
-    memory.add_argument("--codecs", nargs="+", help=f"exact, or some of {', '.join(CODECS)}")
+    memory.add_argument(
+        "--codecs", nargs="+", help=f"auto (with a budget), exact, none, or some of {', '.join(CODECS)}"
+    )
     memory.add_argument("--html", help="file for a page on the plan: memory over the step, layers, tensors")
     memory.set_defaults(run=_plan)
 

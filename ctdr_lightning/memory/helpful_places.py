@@ -31,7 +31,7 @@ def place_that_fits(
     Returns:
         None where neither helps, or the policy does not use it.
     """
-    if _held_by_the_program(trace) > limit_bytes:
+    if held_by_the_program(trace) > limit_bytes:
         return None
     codecs, place = Places.read(None, None, "exact").codecs, "host" if trace.device == "cuda" else "disk"
     more = {
@@ -46,7 +46,7 @@ def place_that_fits(
     return None
 
 
-def _held_by_the_program(trace: Trace) -> int:
+def held_by_the_program(trace: Trace) -> int:
     """The peak if nothing that autograd saved took any memory: no place and no codec goes below."""
     bare = replace(trace, values=tuple(replace(value, saves=()) for value in trace.values))
     return int(lives_of(bare).bytes_at.max(initial=trace.resident_bytes))

@@ -50,7 +50,7 @@ class CallbackOptions:
     verbose: bool = True
     offload: Any = None
     disk_folder: Any = None
-    codecs: Any = None
+    codecs: Any = "auto"
     optimizer_state: str | None = None
     optimizer_step: str | None = None
     metric: Any = None
@@ -157,7 +157,10 @@ class CallbackOptions:
         """
         # a folder may be given for the optimizer's state alone; `Places` refuses one without saved tensors in it
         for_state_alone = self.optimizer_state == "disk" and "disk" not in (self.offload or ())
-        return Places.read(self.offload, None if for_state_alone else self.disk_folder, self.codecs)
+        folder = None if for_state_alone else self.disk_folder
+        for_a_budget = self.memory_budget is not None and self.policy == "auto"
+        codecs = None if self.codecs == "auto" and not for_a_budget else self.codecs
+        return Places.read(self.offload, folder, codecs)
 
     @property
     def fits_budget(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from ctdr_lightning.basics.devices import DEVICES, DeviceModel
@@ -11,6 +12,7 @@ from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.memory.codecs import CODECS
 from ctdr_lightning.memory.holders.base import HOLDERS, HolderOptions, Holders
 from ctdr_lightning.memory.holders.measure import measure_codecs, measure_links
+from ctdr_lightning.memory.traces.facts import facts_of
 from ctdr_lightning.memory.traces.machine import CodecCost, Link
 from ctdr_lightning.memory.traces.trace import Trace
 
@@ -74,7 +76,8 @@ class Places:
         Args:
             offload: ``"host"``, ``"disk"``, a list of these, or None.
             disk_folder: A folder, or None.
-            codecs: ``"exact"`` for all that leave gradients as they are, a list of names, or None.
+            codecs: ``"exact"`` for all that leave gradients as they are, ``"auto"`` for those of them whose bytes do
+                not hang on contents, a list of names, or None.
 
         Raises:
             ConfigError: When a name is not known, or the folder is given without the disk.
@@ -85,10 +88,10 @@ class Places:
         if disk_folder is not None and "disk" not in places:
             raise ConfigError(f"disk_folder={str(disk_folder)!r} without offload='disk'.", "Write offload='disk'.")
         exact = [name for name in CODECS if CODECS[name].exact]
-        chosen = tuple(exact) if codecs == "exact" else _names("codecs", codecs, [*CODECS, "exact"])
-        if "exact" in chosen:
-            chosen = tuple(dict.fromkeys([*exact, *(name for name in chosen if name != "exact")]))
-        return cls(places, chosen, None if disk_folder is None else Path(disk_folder))
+        sure = [name for name in exact if not CODECS[name].drops_zeros]
+        groups = {"exact": exact, "auto": sure}
+        chosen = [groups.get(name, [name]) for name in _names("codecs", codecs, [*CODECS, *groups])]
+        return cls(places, tuple(dict.fromkeys(chain(*chosen))), None if disk_folder is None else Path(disk_folder))
 
     def on(self, device: str) -> Places:
         """The same for steps on a type of device.
@@ -106,23 +109,31 @@ class Places:
         """The holders, each made when it is first used."""
         return Holders(HolderOptions(self.folder, None, self.device))
 
-    def measured(self) -> tuple[list[Link], list[CodecCost]]:
-        """What this machine's links and codecs cost.
+    def links(self) -> list[Link]:
+        """What this machine's links can do, measured now.
 
         Raises:
             ConfigError: When the disk's folder cannot be used.
         """
-        options = HolderOptions(self.folder, None, self.device)
-        return measure_links(self.offload, options), measure_codecs(self.codecs, self.device)
+        return measure_links(self.offload, HolderOptions(self.folder, None, self.device))
 
-    def of_device(self, name: str) -> tuple[list[Link], list[CodecCost]]:
+    def codec_costs(self, trace: Trace) -> list[CodecCost]:
+        """What those codecs that a step has values for cost on this machine; each is measured once a process.
+
+        Args:
+            trace: The recorded step.
+        """
+        return measure_codecs(self._useful(trace), self.device)
+
+    def of_device(self, name: str, trace: Trace) -> tuple[list[Link], list[CodecCost]]:
         """What the links and codecs of a named device cost, by its table; nothing is measured.
 
         Args:
             name: A name in the device table, such as ``"a100"``.
+            trace: The recorded step.
         """
         host = Link("host", _HOST_BYTES_PER_S[name], _HOST_BYTES_PER_S[name], latency_s=1e-5, granule=512)
-        costs = [_table_cost(codec, DEVICES[name]) for codec in self.codecs]
+        costs = [_table_cost(codec, DEVICES[name]) for codec in self._useful(trace)]
         return [{"host": host, "disk": _NVME}[to] for to in self.offload if to in ("host", "disk")], costs
 
     def equip(self, trace: Trace, device_name: str | None = None) -> Trace:
@@ -135,5 +146,11 @@ class Places:
         if not self.offload and not self.codecs:
             return trace
         if device_name is not None and device_name.lower() in DEVICES:
-            return trace.with_machine(*self.of_device(device_name.lower()))
-        return trace.with_machine(*self.on(trace.device).measured())
+            return trace.with_machine(*self.of_device(device_name.lower(), trace))
+        here = self.on(trace.device)
+        return trace.with_machine(here.links(), here.codec_costs(trace))
+
+    def _useful(self, trace: Trace) -> list[str]:
+        """The codecs for which a step has values."""
+        kinds = frozenset[str]().union(*(facts.kinds for facts in facts_of(trace))) if self.codecs else ()
+        return [name for name in self.codecs if CODECS[name].needs in kinds]

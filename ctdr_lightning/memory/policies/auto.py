@@ -25,7 +25,7 @@ from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES, Policy
 from ctdr_lightning.memory.search.fastest import NO_GAP, Fastest, smallest_within
 from ctdr_lightning.memory.search.local_search import LocalSearch
-from ctdr_lightning.memory.search.together import free_codecs
+from ctdr_lightning.memory.search.together import codecs_may_pay, free_codecs
 from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.schedule import judge
 from ctdr_lightning.memory.simulator.timeline import Timeline
@@ -39,8 +39,10 @@ WORK_AT_LEAST, WORK_PER_OP = 600_000, 350
 # The safety stop: so many ops may take as long again as the usual time limit, on a machine a third as fast as that of
 # these figures. Without the third, a machine half as fast made another plan of twenty values.
 OPS_PER_TIME_LIMIT, SLOWEST = 2_000, 3
-# Where values have exact codecs, so much of the allowance goes into a search with them besides, from the best plans.
-CODECS_SHARE, MOST_STARTS = 0.1, 2
+# Where values have exact codecs, the plain step is polished with them besides, for so much of the allowance at most (of
+# ViT, BERT, GPT-2 and GoogLeNet each took up to 4 %, 0.3 s); random changes follow for no more work than the search
+# before took, as many plans are proven at once. The best plan without them led to none with them that was faster.
+CODECS_SHARE = 0.1
 # A step that takes less than this share longer has nothing to win by them.
 WORTH_CODECS = 0.005
 
@@ -63,25 +65,35 @@ def auto(step: Prepared, budget: Budget) -> Timeline:
         assert limit is not None
         attempt = Fastest(step, search, limit, max(1, round(MOST_ROUNDS * _patience(budget))))
         best = attempt.run(others)
-        if not attempt.within(NO_GAP) or step.trace.links or step.trace.codecs:  # the bound knows nothing of those
+        if not attempt.within(NO_GAP) or _moves(step.trace):  # the bound knows nothing of those
             others.ask_all()
     known = [judge(step, search.frontier.actions(best)), *others.known]
-    return min([*known, *_smaller(step, budget, known)], key=lambda made: _rank(made, budget))
+    return min([*known, *_smaller(step, budget, known, search.work)], key=lambda made: _rank(made, budget))
 
 
-def _smaller(step: Prepared, budget: Budget, known: list[Timeline]) -> list[Timeline]:
-    """A plan that also writes values in fewer bytes, each by itself; none where codecs have nothing to win."""
+def _smaller(step: Prepared, budget: Budget, known: list[Timeline], work: int) -> list[Timeline]:
+    """A plan that also writes values in fewer bytes, each by itself; none where codecs have nothing to win.
+
+    Args:
+        step: The step.
+        budget: What is asked for.
+        known: Plans without codecs, or with other policies'.
+        work: What the search for them took.
+    """
     limit, codecs = budget.peak_bytes, free_codecs(step.trace)
-    starts = sorted(known, key=lambda made: _rank(made, budget))[:MOST_STARTS]
+    best = min(known, key=lambda made: _rank(made, budget))
     enough = step.trace.seconds * (1 + WORTH_CODECS)
-    if limit is None or budget.seconds is not None or not codecs or _rank(starts[0], budget) <= (False, enough, limit):
+    if limit is None or budget.seconds is not None or not codecs or _rank(best, budget) <= (False, enough, limit):
+        return []
+    fits = best.peak_bytes <= limit
+    if fits and not step.trace.links and not codecs_may_pay(step, best.actions, codecs):
         return []
     search = _search(step, budget, CODECS_SHARE, codecs)
-    for actions in (*(start.actions for start in starts), {}):
-        search.polish(actions, limit)
-    if search.frontier.at(limit) is None:
+    if not search.polish({}, limit) and (not fits or search.work < work):
+        search.polish(best.actions, limit)
+    if not fits and search.frontier.at(limit) is None:
         search.deepen(lambda point: point.peak_bytes <= limit)
-    search.improve(limit, search.done)
+    search.improve(limit, lambda: search.work >= work)
     found = search.frontier.at(limit) or search.frontier.least
     return [judge(step, search.frontier.actions(found))]
 
@@ -97,7 +109,7 @@ class _Others:
         self._step = step
         self._budget = budget
         self.known: list[Timeline] = []
-        moves = bool(step.trace.links or step.trace.codecs)  # the floor holds for recomputation alone
+        moves = _moves(step.trace)  # the floor holds for recomputation alone
         hopeless = budget.peak_bytes is not None and not moves and floor_bytes(step) > budget.peak_bytes
         self._left = [policy for policy in POLICIES.values() if _is_asked(policy, step.trace, hopeless=hopeless)]
 
@@ -113,6 +125,11 @@ class _Others:
         """Make the plans of all that were not asked yet."""
         for _ in self:
             pass
+
+
+def _moves(trace: Trace) -> bool:
+    """Whether other policies have links or codecs to use that the search of `_smaller` has not."""
+    return bool(trace.links) or any(not cost.exact or cost.drops_zeros for cost in trace.codecs)
 
 
 def _is_asked(policy: Policy, trace: Trace, *, hopeless: bool) -> bool:

@@ -10,6 +10,7 @@ from functools import cached_property
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.memory import Trace, plan, simulate
 from ctdr_lightning.memory.bounds.lower_bound import floor_bytes
+from ctdr_lightning.memory.helpful_places import held_by_the_program
 from ctdr_lightning.memory.traces.trace import StorageRecord
 from ctdr_lightning.trainer.training_step.optimizer_bytes import OptimizerBytes
 
@@ -57,7 +58,7 @@ class BatchNeeds:
     def least_bytes(self) -> int:
         """Below what no plan of the batch goes, found without one."""
         moves = bool(self.step.links or self.step.codecs)  # the floor holds for recomputation alone
-        return max(self.rest_bytes, 0 if moves else floor_bytes(self.standing))
+        return max(self.rest_bytes, (held_by_the_program if moves else floor_bytes)(self.standing))
 
     def stepping_inside(self, sizes: Iterable[int], optimizer: OptimizerBytes) -> BatchNeeds:
         """The same batch with its parameters updated inside the backward.

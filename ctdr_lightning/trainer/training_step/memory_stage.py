@@ -20,7 +20,7 @@ from ctdr_lightning.memory import Plan, Session, Trace, plan
 from ctdr_lightning.memory.holders.places import Places
 from ctdr_lightning.memory.many_shapes import ManyShapes
 from ctdr_lightning.memory.policies import Budget
-from ctdr_lightning.memory.traces.machine import CodecCost, Link
+from ctdr_lightning.memory.traces.machine import Link
 from ctdr_lightning.trainer.modules import overrides
 from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.training_step.batch_meter import BatchMeter
@@ -70,7 +70,7 @@ class MemoryStage:
         self._tightened = False
         self._module: LightningModule | None = None
         self._places = Places()
-        self._machine: tuple[list[Link], list[CodecCost]] | None = None
+        self._links: list[Link] | None = None
         self._holders = self._places.holders()
         self._inputs: Any = None
 
@@ -144,8 +144,9 @@ class MemoryStage:
         return made
 
     def _batch_needs(self, trace: Trace, kept_bytes: int, copied_bytes: int) -> BatchNeeds:
-        self._machine = self._machine or self._places.measured()
-        trace = trace.with_machine(*self._machine)
+        if self._links is None:
+            self._links = self._places.links()
+        trace = trace.with_machine(self._links, self._places.codec_costs(trace))
         return BatchNeeds(trace, self._optimizer, self._steps_in_backward, kept_bytes, copied_bytes)
 
     @property

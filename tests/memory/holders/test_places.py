@@ -21,6 +21,7 @@ EXACT = tuple(name for name in CODECS if CODECS[name].exact)
         (None, ["exact", "bf16"], ((), (*EXACT, "bf16"))),
         (None, "int8", ((), ("int8",))),
         ([], [], ((), ())),
+        (None, "auto", ((), tuple(name for name in EXACT if name != "zvc"))),
     ],
 )
 def test_names(offload, codecs, want):
@@ -53,12 +54,12 @@ def test_the_host_is_no_other_place_for_a_step_on_the_processor():
 
 
 def test_a_trace_is_put_on_this_machine_or_on_one_of_the_table(tmp_path):
-    net = nn.Linear(2, 2)
+    net = nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.ReLU())
     trace = record(lambda: net(torch.ones(1, 2)).sum())
     places = Places.read(["disk"], tmp_path, "exact")
     here = places.equip(trace)
     assert [link.to for link in here.links] == ["disk"]
-    assert {cost.name for cost in here.codecs} == set(EXACT)
+    assert {cost.name for cost in here.codecs} == {"mask", "sign", "zvc"}, "what no value can use is not measured"
     there = Places.read(["host", "disk"], None, "exact").equip(trace, "a100")
     assert [link.to for link in there.links] == ["host", "disk"]
     assert there.links[0].out_bytes_per_s == 24e9

@@ -10,7 +10,7 @@ from ctdr_lightning.memory.search.fastest import Fastest
 from ctdr_lightning.memory.search.frontier import CHOICES, SMALLER
 from ctdr_lightning.memory.search.local_search import LocalSearch
 from ctdr_lightning.memory.search.moves import Moves
-from ctdr_lightning.memory.search.together import free_codecs
+from ctdr_lightning.memory.search.together import codecs_may_pay, free_codecs
 from ctdr_lightning.memory.traces.machine import CodecCost
 
 MASK = Compress(("mask",))
@@ -79,6 +79,16 @@ def test_auto_gives_codecs_to_single_values_where_they_are_faster(bare):
     assert made.peak_bytes <= budget
     assert made.seconds < slower.seconds
     assert 0 < len(made.away) < 4  # no more than it takes
+
+
+def test_codecs_are_looked_at_where_one_takes_less_time_a_byte_than_what_is_recomputed(bare):
+    """What takes a millisecond to compute again is 64 KiB; a mask of 64 KiB leaves 2 KiB."""
+    made = next(v for v in bare.saved if bare.ops[bare.values[v].op].name.startswith("aten.addmm"))
+    assert bare.value_bytes(made) == 2**16
+    for call_s, pays in ((0.9e-3, True), (1.1e-3, False)):
+        trace = with_codec(bare, call_s)
+        assert codecs_may_pay(Prepared(trace), {made: RECOMPUTE}, free_codecs(trace)) == pays
+        assert not codecs_may_pay(Prepared(trace), {}, free_codecs(trace)), "nothing is recomputed"
 
 
 @pytest.mark.parametrize("share", [0.9, 0.8, 0.7])
