@@ -32,6 +32,7 @@ from ctdr_lightning.command_line.named import build_model
 from ctdr_lightning.command_line.pages import add_report, write_plan_page
 from ctdr_lightning.command_line.recipe_commands import add_recipes
 from ctdr_lightning.command_line.steps import step_of
+from ctdr_lightning.command_line.sub_batches import read_number, sub_batch_peaks
 from ctdr_lightning.decomposition import METHODS, Report, decompose
 from ctdr_lightning.memory import POLICIES, Plan, Trace, max_batch, plan, record_fake, simulate
 from ctdr_lightning.memory.codecs import CODECS
@@ -75,8 +76,7 @@ def _plan(options: argparse.Namespace) -> None:
     policy = options.policy or ("auto" if options.budget else "sqrt")
     codecs = options.codecs or (["auto"] if options.budget and policy == "auto" else [])
     options.places = Places.read(options.offload, options.disk_folder, None if codecs == ["none"] else codecs)
-    trace, report = _recorded(options, batch)
-    trace = options.places.equip(trace, options.device)
+    trace, report = _recorded(options, batch, policy)
     try:
         made = plan(trace, options.budget, policy)
     except InfeasibleBudgetError as error:
@@ -87,7 +87,7 @@ def _plan(options: argparse.Namespace) -> None:
     if options.html:
         dense = None
         if report is not None:  # the model's own step, to compare with
-            dense = simulate(_recorded(argparse.Namespace(**{**vars(options), "rank": None}), batch)[0])
+            dense = simulate(_recorded(argparse.Namespace(**{**vars(options), "rank": None}), batch, policy)[0])
         write_plan_page(options.html, options.model, made, report, dense)
 
 
@@ -103,11 +103,33 @@ def _with_place(
     return error.but_first(f"write --{argument} {value}, with which it takes {format_bytes(peak_bytes)}")
 
 
-def _recorded(options: argparse.Namespace, batch: Any) -> tuple[Trace, Report | None]:
+def _recorded(options: argparse.Namespace, batch: Any, policy: str) -> tuple[Trace, Report | None]:
     """The step of the model as the options decompose it, on fake tensors, and the report on its layers."""
     model, static_bytes, report = _training(options)
-    trace = record_fake(model, batch, step_of(model, spare=bool(options.data)), device=options.device)
-    return trace.with_static(static_bytes), report
+    step = step_of(model, spare=bool(options.data))
+
+    def recorded(batch: Any) -> Trace:
+        trace = record_fake(model, batch, step, device=options.device).with_static(static_bytes)
+        return options.places.equip(trace, options.device)
+
+    if options.sub_batches is None:
+        return recorded(batch), report
+    return _of_sub_batch(options, model, batch, recorded, policy), report
+
+
+def _of_sub_batch(
+    options: argparse.Namespace, model: nn.Module, batch: Any, recorded: Callable[[Any], Trace], policy: str
+) -> Trace:
+    """The step of the largest sub-batch, with the gradients that the others leave."""
+    number = read_number(options.sub_batches)
+    if number == "auto" and options.budget is None:
+        raise ConfigError("--sub-batches auto needs a budget to fit.", "Give --budget, or a number.")
+    budget = resolve_budget(options.budget, "cpu").peak_bytes if options.budget else None
+    peaks = sub_batch_peaks(model, batch, recorded, budget or 0, policy)
+    samples = peaks.n_samples
+    number = min((peaks.fewest() or samples) if isinstance(number, str) else number, samples)
+    print(f"The batch of {samples} runs as {number} sub-batches of {-(-samples // number)} samples or less.")
+    return peaks.needs(number).standing
 
 
 def _max_batch(options: argparse.Namespace) -> None:
@@ -194,6 +216,7 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument(
         "--codecs", nargs="+", help=f"auto (with a budget), exact, none, or some of {', '.join(CODECS)}"
     )
+    memory.add_argument("--sub-batches", metavar="N", help="parts that the batch runs in; auto: the fewest that fit")
     memory.add_argument("--html", help="file for a page on the plan: memory over the step, layers, tensors")
     memory.set_defaults(run=_plan)
 

@@ -143,6 +143,35 @@ def test_the_largest_batch_with_and_without_a_plan(tmp_path, capsys):
     assert main(["plan", NAME, "--input", f"{plain_size + 1},3,24,24", *limit, "keep"]) == 2
 
 
+def plain_layers():
+    """For the command: layers whose saved tensors are most of a step."""
+    return nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.Tanh())])
+
+
+LAYERS = ["tests.test_cli:plain_layers", "--input", "4096,32", "--device", "a100", "--optimizer", "sgd"]
+
+
+def test_a_batch_in_parts_takes_less_and_adds_to_the_gradients_of_the_others(tmp_path):
+    peaks = {}
+    for number in (1, 2, 4):
+        path = tmp_path / "plan.json"
+        assert main(["plan", *LAYERS, "--policy", "keep", "--sub-batches", str(number), "--save", str(path)]) == 0
+        made = Plan.from_json(path)
+        peaks[number] = made.peak_bytes - made.trace.resident_bytes
+    assert peaks[1] > 1.9 * peaks[2]
+    assert peaks[2] > 1.9 * peaks[4]
+
+
+def test_the_fewest_parts_that_fit_are_found(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    limit = ["--budget", "1MiB", "--policy", "keep", "--save", str(path)]
+    assert main(["plan", *LAYERS, *limit]) == 2
+    assert main(["plan", *LAYERS, *limit, "--sub-batches", "auto"]) == 0
+    number = int(re.search(r"The batch of 4096 runs as (\d+) sub-batches", capsys.readouterr().out)[1])
+    assert Plan.from_json(path).peak_bytes <= 2**20
+    assert main(["plan", *LAYERS, *limit, "--sub-batches", str(number - 1)]) == 2
+
+
 def test_planning_with_a_rank_plans_the_decomposed_model(tmp_path):
     path = tmp_path / "plan.json"
     main(["plan", NAME, *INPUT, "--rank", "0.25", "--policy", "keep", "--save", str(path)])
@@ -174,6 +203,9 @@ def test_planning_with_a_rank_plans_the_decomposed_model(tmp_path):
         (["plan", f"{__name__}:hand_stepped", "--input", "3,4"], "steps its optimizers by hand"),
         (["plan", f"{__name__}:choosy", "--input", "3,4"], "needs the values of tensors (aten._local_scalar_dense"),
         (["plan", f"{__name__}:silent", "--input", "3,4"], "which holds no tensor that requires grad"),
+        (["plan", NAME, *INPUT, "--sub-batches", "none"], "--sub-batches 'none' is no number of sub-batches"),
+        (["plan", NAME, *INPUT, "--sub-batches", "auto"], "--sub-batches auto needs a budget"),
+        (["plan", NAME, *INPUT, "--sub-batches", "2"], "3 (BatchNorm2d) normalises each sample by its whole batch"),
         (["explain", "absent.json"], "absent.json"),
     ],
 )

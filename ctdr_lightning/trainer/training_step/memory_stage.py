@@ -33,7 +33,7 @@ from ctdr_lightning.trainer.training_step.remedies import Remedies, optimizer_do
 from ctdr_lightning.trainer.training_step.resident import local_bytes, state_bytes
 from ctdr_lightning.trainer.training_step.snapshot import OPTIMIZERS, Snapshot
 from ctdr_lightning.trainer.training_step.sub_batch_checks import batch_norm_of, sub_batch_hindrance
-from ctdr_lightning.trainer.training_step.sub_batch_peaks import SubBatchPeaks
+from ctdr_lightning.trainer.training_step.sub_batch_peaks import SubBatchPeaks, fake_steps
 
 # Each retry has a fifth less than the last: in the slow tests under a hard cap one retry is enough.
 TIGHTER = 0.8
@@ -174,7 +174,9 @@ class MemoryStage:
         def needs_of(trace: Trace, inputs: Any) -> BatchNeeds:
             return self._batch_needs(trace, 0, self._copies_of(inputs))
 
-        return SubBatchPeaks(trainer, self._module, inputs, needs_of, self._budget_bytes, self._options.policy)
+        recorded = fake_steps(trainer, self._module)
+        sizes = [p.nbytes for p in self._module.parameters() if p.requires_grad]
+        return SubBatchPeaks(recorded, sizes, inputs, needs_of, self._budget_bytes, self._options.policy)
 
     def _copies_of(self, inputs: Any) -> int:
         """Bytes of the copies that will stand beside a step, with the room that `copies` gives them."""

@@ -26,13 +26,16 @@ from ctdr_lightning.trainer.training_step.retry import loss_of
 _ROOM = 1.01
 
 
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
 class SubBatchPeaks:
     """The peaks of one batch by the number of its sub-batches; each is found once.
 
     Args:
-        trainer: In training.
-        module: The model.
-        inputs: The arguments of its step, the batch first.
+        recorded: From the arguments of a step, the batch first, to its trace.
+        sizes: Bytes of each parameter that is trained.
+        inputs: The arguments of the whole batch's step.
         needs_of: From a recorded step and its arguments to all that a batch takes.
         budget_bytes: The budget.
         policy: The memory policy's name.
@@ -40,17 +43,22 @@ class SubBatchPeaks:
 
     def __init__(
         self,
-        trainer: Any,
-        module: LightningModule,
-        inputs: tuple[tuple[Any, ...], dict[str, Any]],
+        recorded: Callable[[Inputs], Trace],
+        sizes: list[int],
+        inputs: Inputs,
         needs_of: Callable[[Trace, Any], BatchNeeds],
         budget_bytes: int,
         policy: str,
     ) -> None:
-        self._trainer, self._module, self._inputs = trainer, module, inputs
+        self._recorded, self._sizes, self._inputs = recorded, sizes, inputs
         self._needs_of, self._limit_bytes, self._policy = needs_of, int(budget_bytes / _ROOM), policy
         self._peaks: dict[int, int] = {}
         self._known: dict[int, BatchNeeds] = {}
+
+    @property
+    def n_samples(self) -> int:
+        """How many samples the batch has."""
+        return n_samples(self._inputs[0][0])
 
     def peak_bytes(self, number: int) -> int:
         """The peak in so many sub-batches, under the best plan; more than the budget where none fits.
@@ -62,7 +70,7 @@ class SubBatchPeaks:
             ConfigError: When the batch cannot be cut, or the step not be recorded on fake tensors.
         """
         if number not in self._peaks:
-            self._peaks[number] = planned_peak_bytes(self._needs(number), self._limit_bytes, self._policy)
+            self._peaks[number] = planned_peak_bytes(self.needs(number), self._limit_bytes, self._policy)
         return self._peaks[number]
 
     def fewest(self, *, whole: bool = True) -> int:
@@ -76,16 +84,24 @@ class SubBatchPeaks:
         """
         if whole and self._fits(1):
             return 1
-        most = n_samples(self._inputs[0][0])
+        most = self.n_samples
         # plans take seconds where they are tight: what no plan can do is left out before
-        least = largest(lambda number: self._needs(number).least_bytes > self._limit_bytes, 1, most) + 1
+        least = largest(lambda number: self.needs(number).least_bytes > self._limit_bytes, 1, most) + 1
         number = least + largest(lambda more: not self._fits(least - 1 + more), 0, most - least + 1)
         return number if number <= most else 0
 
     def _fits(self, number: int) -> bool:
         return self.peak_bytes(number) <= self._limit_bytes
 
-    def _needs(self, number: int) -> BatchNeeds:
+    def needs(self, number: int) -> BatchNeeds:
+        """What the batch takes in so many sub-batches.
+
+        Args:
+            number: How many; 1 is the whole batch.
+
+        Raises:
+            ConfigError: As for `peak_bytes`.
+        """
         if number not in self._known:
             self._known[number] = self._looked_at(number)
         return self._known[number]
@@ -96,25 +112,36 @@ class SubBatchPeaks:
         needs = self._needs_of(self._recorded(inputs), inputs)
         if number == 1:
             return needs
-        return needs.adding([p.nbytes for p in self._module.parameters() if p.requires_grad])
+        return needs.adding(self._sizes)
 
-    def _recorded(self, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Trace:
+
+def fake_steps(trainer: Any, module: LightningModule) -> Callable[[Inputs], Trace]:
+    """Records a module's own step on fake tensors, as its trainer would run it.
+
+    Args:
+        trainer: In training.
+        module: The model; a copy of it runs.
+    """
+
+    def step(twin: Any, inputs: Inputs) -> Tensor:
+        attach_fake_trainer(twin)
+        twin.trainer = trainer
+        args, kwargs = inputs
+        with trainer.precision_plugin.train_step_context():
+            # the module's own step is wrapped on the instance, and the copy has that wrapper
+            loss = loss_of(type(twin).training_step(twin, *args, **kwargs))
+        if loss is None:
+            raise ConfigError("training_step returned no loss.", "Return one.")
+        return loss
+
+    def recorded(inputs: Inputs) -> Trace:
         try:
             with isolated():
-                return record_fake(self._module, inputs, self._step)
+                return record_fake(module, inputs, step)
         except Exception as error:  # the user's step may raise anything where there are no values
             raise ConfigError(
                 f"What a sub-batch takes cannot be told beforehand: {first_line(error)}.",
                 "Give a number, such as sub_batches=4.",
             ) from error
 
-    def _step(self, twin: Any, inputs: Any) -> Tensor:
-        attach_fake_trainer(twin)
-        twin.trainer = self._trainer
-        args, kwargs = inputs
-        with self._trainer.precision_plugin.train_step_context():
-            # the module's own step is wrapped on the instance, and the copy has that wrapper
-            loss = loss_of(type(twin).training_step(twin, *args, **kwargs))
-        if loss is None:
-            raise ConfigError("training_step returned no loss.", "Return one.")
-        return loss
+    return recorded
