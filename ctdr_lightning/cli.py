@@ -24,6 +24,7 @@ from typing import Any
 from torch import nn
 
 from ctdr_lightning import __version__
+from ctdr_lightning.basics.devices import DEVICES
 from ctdr_lightning.basics.errors import ConfigError, CTDRError, InfeasibleBudgetError
 from ctdr_lightning.basics.files import write_text
 from ctdr_lightning.basics.units import format_bytes, format_seconds, parse_bytes
@@ -75,7 +76,8 @@ def _plan(options: argparse.Namespace) -> None:
     _check_budget(options)
     policy = options.policy or ("auto" if options.budget else "sqrt")
     codecs = options.codecs or (["auto"] if options.budget and policy == "auto" else [])
-    options.places = Places.read(options.offload, options.disk_folder, None if codecs == ["none"] else codecs)
+    places = Places.read(options.offload, options.disk_folder, None if codecs == ["none"] else codecs)
+    options.places = places.on("cuda") if (options.device or "").lower() in DEVICES else places
     trace, report = _recorded(options, batch, policy)
     try:
         made = plan(trace, options.budget, policy)

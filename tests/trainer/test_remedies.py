@@ -160,7 +160,9 @@ def test_exact_codecs_make_a_budget_fit_by_themselves(capsys):
     assert "codecs='exact'" in refused(make(), "22MiB", codecs=None).hint
     assert fit(make(), "22MiB") <= parse_bytes("22MiB")
     common = ["plan", "tests.trainer.test_remedies:drops", "--input", "16384,32", "--optimizer", "sgd"]
-    assert main([*common, "--device", "a100", "--budget", "17.5MiB"]) == 0, capsys.readouterr().err
+    assert main([*common, "--budget", "17.5MiB"]) == 0, capsys.readouterr().err
+    assert main([*common, "--budget", "17.5MiB", "--device", "a100"]) == 2
+    assert "Write --codecs exact" in capsys.readouterr().err
 
 
 def drops():

@@ -53,6 +53,8 @@ class Places:
         codecs: Names of codecs.
         folder: Where the disk's file is; None takes the system's folder for temporary files.
         device: Type of the device that the steps run on.
+        by_default: Whether ``"auto"`` chose the codecs. Then they are for processors: on a GPU none has run yet, and
+            some of them make it wait for the host to look at what they are given.
 
     Example:
         >>> Places.read("disk", None, "exact").offload
@@ -63,6 +65,7 @@ class Places:
     codecs: tuple[str, ...] = ()
     folder: Path | None = None
     device: str = "cpu"
+    by_default: bool = False
 
     @classmethod
     def read(
@@ -90,11 +93,13 @@ class Places:
         exact = [name for name in CODECS if CODECS[name].exact]
         sure = [name for name in exact if not CODECS[name].drops_zeros]
         groups = {"exact": exact, "auto": sure}
-        chosen = [groups.get(name, [name]) for name in _names("codecs", codecs, [*CODECS, *groups])]
-        return cls(places, tuple(dict.fromkeys(chain(*chosen))), None if disk_folder is None else Path(disk_folder))
+        asked = _names("codecs", codecs, [*CODECS, *groups])
+        chosen = tuple(dict.fromkeys(chain(*(groups.get(name, [name]) for name in asked))))
+        folder = None if disk_folder is None else Path(disk_folder)
+        return cls(places, chosen, folder, by_default=asked == ("auto",))
 
     def on(self, device: str) -> Places:
-        """The same for steps on a type of device.
+        """The same for steps on a type of device, without the codecs that are not for it by default.
 
         Raises:
             ConfigError: When the host is asked for and the steps run in host memory anyway.
@@ -103,7 +108,8 @@ class Places:
             raise ConfigError(
                 f"offload='host': the steps run on {device!r}, whose memory is the host's.", "Write offload='disk'."
             )
-        return replace(self, device=device)
+        codecs = () if self.by_default and device != "cpu" else self.codecs
+        return replace(self, device=device, codecs=codecs, by_default=False)
 
     def holders(self) -> Holders:
         """The holders, each made when it is first used."""
@@ -123,7 +129,7 @@ class Places:
         Args:
             trace: The recorded step.
         """
-        return measure_codecs(self._useful(trace), self.device)
+        return measure_codecs(_useful(self.codecs, trace), self.device)
 
     def of_device(self, name: str, trace: Trace) -> tuple[list[Link], list[CodecCost]]:
         """What the links and codecs of a named device cost, by its table; nothing is measured.
@@ -133,7 +139,7 @@ class Places:
             trace: The recorded step.
         """
         host = Link("host", _HOST_BYTES_PER_S[name], _HOST_BYTES_PER_S[name], latency_s=1e-5, granule=512)
-        costs = [_table_cost(codec, DEVICES[name]) for codec in self._useful(trace)]
+        costs = [_table_cost(codec, DEVICES[name]) for codec in _useful(self.codecs, trace)]
         return [{"host": host, "disk": _NVME}[to] for to in self.offload if to in ("host", "disk")], costs
 
     def equip(self, trace: Trace, device_name: str | None = None) -> Trace:
@@ -146,11 +152,12 @@ class Places:
         if not self.offload and not self.codecs:
             return trace
         if device_name is not None and device_name.lower() in DEVICES:
-            return trace.with_machine(*self.of_device(device_name.lower(), trace))
+            return trace.with_machine(*self.on("cuda").of_device(device_name.lower(), trace))
         here = self.on(trace.device)
         return trace.with_machine(here.links(), here.codec_costs(trace))
 
-    def _useful(self, trace: Trace) -> list[str]:
-        """The codecs for which a step has values."""
-        kinds = frozenset[str]().union(*(facts.kinds for facts in facts_of(trace))) if self.codecs else ()
-        return [name for name in self.codecs if CODECS[name].needs in kinds]
+
+def _useful(codecs: Sequence[str], trace: Trace) -> list[str]:
+    """The codecs for which a step has values."""
+    kinds = frozenset[str]().union(*(facts.kinds for facts in facts_of(trace))) if codecs else ()
+    return [name for name in codecs if CODECS[name].needs in kinds]

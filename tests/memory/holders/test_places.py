@@ -64,3 +64,15 @@ def test_a_trace_is_put_on_this_machine_or_on_one_of_the_table(tmp_path):
     assert [link.to for link in there.links] == ["host", "disk"]
     assert there.links[0].out_bytes_per_s == 24e9
     assert Places().equip(trace) is trace
+
+
+def test_codecs_that_nobody_asked_for_are_for_processors_alone():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.ReLU())
+    trace = record(lambda: net(torch.ones(1, 2)).sum())
+    default, asked = Places.read(None, None, "auto"), Places.read(None, None, "exact")
+    assert default.on("cpu").codecs == default.codecs
+    assert default.on("cuda").codecs == ()
+    assert asked.on("cuda").codecs == asked.codecs
+    assert {cost.name for cost in default.equip(trace).codecs} == {"mask", "sign"}
+    assert not default.equip(trace, "a100").codecs
+    assert asked.equip(trace, "a100").codecs
