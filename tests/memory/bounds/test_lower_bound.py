@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
-from ctdr_lightning.memory import KEEP, POLICIES, RECOMPUTE, RECOMPUTE_EACH, Budget, plan, record, simulate
+from ctdr_lightning.memory import KEEP, POLICIES, RECOMPUTE, RECOMPUTE_EACH, Budget, Prepared, plan, record, simulate
+from ctdr_lightning.memory.bounds import lower_bound
 from ctdr_lightning.memory.bounds.lower_bound import floor_bytes, lower_bound_seconds
 from ctdr_lightning.memory.bounds.staged_program import StagedProgram, choose_ticks, lives_of
 from tests.memory.graphs import GRAPHS, Node, chain, graph_trace, residual
@@ -42,6 +43,15 @@ def every_plan(trace):
         yield dict(zip(kinds, actions, strict=True))
 
 
+def fastest_plans(trace):
+    """From each peak that a plan has to the seconds of the fastest with it."""
+    fastest = {}
+    for actions in every_plan(trace):
+        found = simulate(trace, actions)
+        fastest[found.peak_bytes] = min(found.seconds, fastest.get(found.peak_bytes, float("inf")))
+    return fastest
+
+
 def random_plan(trace, draw):
     share = draw.random() ** draw.choice((0.3, 1.0))
     kinds = draw.choice(((RECOMPUTE,), (RECOMPUTE, RECOMPUTE_EACH)))
@@ -60,10 +70,7 @@ def assert_bounded(trace, actions):
 @given(graphs(max_nodes=5))
 def test_no_plan_of_a_small_graph_beats_bound_or_floor(nodes):
     trace = graph_trace(nodes)
-    fastest = {}
-    for actions in every_plan(trace):
-        found = simulate(trace, actions)
-        fastest[found.peak_bytes] = min(found.seconds, fastest.get(found.peak_bytes, float("inf")))
+    fastest = fastest_plans(trace)
     assert min(fastest) >= floor_bytes(trace)
     for peak_bytes, seconds in fastest.items():
         assert lower_bound_seconds(trace, peak_bytes) <= seconds * TOLERANCE
@@ -107,6 +114,21 @@ def test_no_policy_beats_the_bound(policy, name):
             continue
         assert 0 < made.bound_seconds <= made.seconds * TOLERANCE
         assert made.gap >= -1e-9
+
+
+@pytest.mark.parametrize("share", [0.85, 0.7])
+def test_a_forward_that_breaks_the_budget_by_more_than_the_backward_binds_too(share, monkeypatch):
+    trace = graph_trace(chain([4] * 7))
+    last = trace.forward_ops[-1]
+    trace = trace.with_costs([op.seconds for op in trace.ops], {last: 9})
+    monkeypatch.setattr(lower_bound, "MANY_VARIABLES", 0)  # as in a step that is too large for more than one tick
+    step = Prepared(trace)
+    budget_bytes = int(share * step.plain_peak_bytes)
+    bound_s = lower_bound_seconds(step, budget_bytes)
+    for peak_bytes, seconds in fastest_plans(trace).items():
+        assert lower_bound_seconds(step, peak_bytes) <= seconds * TOLERANCE
+    monkeypatch.setattr(lower_bound, "MUCH_HIGHER", float("inf"))
+    assert bound_s > lower_bound_seconds(Prepared(trace), budget_bytes) + 0.1
 
 
 def test_everything_fits_the_plain_peak():
