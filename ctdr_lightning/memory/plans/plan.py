@@ -68,7 +68,8 @@ class Decision:
 
     def sentence(self) -> str:
         """The decision in one sentence."""
-        where, size = f"{self.module} ({self.op.split('.')[1]})", format_bytes(self.n_bytes)
+        short = self.op.split(".")[1] if "." in self.op else self.op
+        where, size = f"{self.module} ({short})", format_bytes(self.n_bytes)
         if isinstance(self.action, Recompute):
             again = "" if self.action.stays else ", each time it is used"
             return f"{where}: recomputed, frees {size} for {format_seconds(self.seconds)}{again}"

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -97,6 +98,13 @@ def test_a_plan_speaks():
     assert "recomputed, frees 2.2 KiB for" in conv
     assert any("kept, holds" in s for s in sentences), "the dropout mask"
     assert "each time it is used" in planned(TRACE, {made_by("convolution"): RECOMPUTE_EACH}).explain()
+
+
+def test_an_op_without_a_namespace_is_called_as_it_is():
+    trace = graph_trace(chain([4, 4, 4]))
+    for name, says in (("fused", " (fused): kept"), ("", " (): kept")):
+        made = planned(replace(trace, ops=tuple(replace(op, name=name) for op in trace.ops)), {})
+        assert says in made.explain()
 
 
 def test_json_round_trip(tmp_path):
