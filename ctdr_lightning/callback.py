@@ -56,7 +56,7 @@ class CTDRCallback(Callback):
         disk_folder: Folder of the disk's files; None takes the system's folder for temporary files.
         codecs: How saved tensors may be written smaller: ``"exact"`` in all ways that leave every gradient as it is, a
             list of names for others, None not at all; ``"auto"`` in exact ways under a ``memory_budget`` with policy
-            ``"auto"`` on a processor, where that makes steps faster than recomputation alone does, or makes them fit.
+            ``"auto"`` on a processor, where the budget can be met and that makes steps faster than recomputation alone.
         optimizer_state: Where the optimizers' state waits between their steps: ``"host"`` (of a GPU), ``"disk"``,
             ``"8bit"`` for the device in a quarter of its bytes (rounded), or None for the device.
         optimizer_step: ``"in_backward"`` updates each parameter as its gradient is ready and frees the gradient, with

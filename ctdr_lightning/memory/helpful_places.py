@@ -33,9 +33,10 @@ def place_that_fits(
     """
     if held_by_the_program(trace) > limit_bytes:
         return None
+    asked = given.codecs and not given.by_default
     codecs, place = Places.read(None, None, "exact").codecs, "host" if trace.device == "cuda" else "disk"
     more = {
-        ("codecs", "exact"): (Compress, replace(given, codecs=codecs), given.codecs),
+        ("codecs", "exact"): (Compress, replace(given, codecs=codecs, by_default=False), asked),
         ("offload", place): (Offload, replace(given, offload=(place,)), given.offload),
     }
     for (argument, value), (kind, places, already) in more.items():

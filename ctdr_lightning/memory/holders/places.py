@@ -53,8 +53,9 @@ class Places:
         codecs: Names of codecs.
         folder: Where the disk's file is; None takes the system's folder for temporary files.
         device: Type of the device that the steps run on.
-        by_default: Whether ``"auto"`` chose the codecs. Then they are for processors: on a GPU none has run yet, and
-            some of them make it wait for the host to look at what they are given.
+        by_default: Whether ``"auto"`` chose the codecs. Then they make no budget fit, as how small a plan the search
+            finds with them hangs on what they were measured to take; and they are for processors, as none has run on a
+            GPU yet.
 
     Example:
         >>> Places.read("disk", None, "exact").offload
@@ -109,7 +110,7 @@ class Places:
                 f"offload='host': the steps run on {device!r}, whose memory is the host's.", "Write offload='disk'."
             )
         codecs = () if self.by_default and device != "cpu" else self.codecs
-        return replace(self, device=device, codecs=codecs, by_default=False)
+        return replace(self, device=device, codecs=codecs)
 
     def holders(self) -> Holders:
         """The holders, each made when it is first used."""
@@ -129,7 +130,8 @@ class Places:
         Args:
             trace: The recorded step.
         """
-        return measure_codecs(_useful(self.codecs, trace), self.device)
+        costs = measure_codecs(_useful(self.codecs, trace), self.device)
+        return [replace(cost, only_faster=self.by_default) for cost in costs]
 
     def of_device(self, name: str, trace: Trace) -> tuple[list[Link], list[CodecCost]]:
         """What the links and codecs of a named device cost, by its table; nothing is measured.

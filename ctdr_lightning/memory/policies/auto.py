@@ -86,6 +86,8 @@ def _smaller(step: Prepared, budget: Budget, known: list[Timeline], work: int) -
     if limit is None or budget.seconds is not None or not codecs or _rank(best, budget) <= (False, enough, limit):
         return []
     fits = best.peak_bytes <= limit
+    if not fits and all(cost.only_faster for cost in step.trace.codecs):
+        return []
     if fits and not step.trace.links and not codecs_may_pay(step, best.actions, codecs):
         return []
     search = _search(step, budget, CODECS_SHARE, codecs)

@@ -54,6 +54,7 @@ class CodecCost:
         decode_temp_share: Bytes that decoding takes meanwhile, as a share of the output's.
         encode_call_s: Time that encoding takes besides, whatever the size.
         decode_call_s: The same of decoding.
+        only_faster: Whether it is there to make steps faster and no budget fit, as nobody asked for it.
     """
 
     name: str
@@ -68,6 +69,7 @@ class CodecCost:
     decode_temp_share: float = 1.0
     encode_call_s: float = 0.0
     decode_call_s: float = 0.0
+    only_faster: bool = False
 
     def encode_seconds(self, n_bytes: int) -> float:
         """Time to encode so many bytes."""

@@ -1,9 +1,12 @@
 """Codecs as moves of the search: what they do is what the simulator says, and each value is judged by itself."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
+from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.memory import RECOMPUTE, Prepared, Simulator, plan, record, simulate
 from ctdr_lightning.memory.plans.actions import Compress
 from ctdr_lightning.memory.search.fastest import Fastest
@@ -89,6 +92,19 @@ def test_codecs_are_looked_at_where_one_takes_less_time_a_byte_than_what_is_reco
         trace = with_codec(bare, call_s)
         assert codecs_may_pay(Prepared(trace), {made: RECOMPUTE}, free_codecs(trace)) == pays
         assert not codecs_may_pay(Prepared(trace), {}, free_codecs(trace)), "nothing is recomputed"
+
+
+def test_codecs_that_nobody_asked_for_make_steps_faster_and_no_budget_fit(bare):
+    asked = with_codec(bare, 1e-4)
+    default = asked.with_machine(codecs=[replace(cost, only_faster=True) for cost in asked.codecs])
+    assert plan(default, limit(bare, 0.75)).seconds == plan(asked, limit(bare, 0.75)).seconds
+    with pytest.raises(InfeasibleBudgetError) as error:
+        plan(bare, 1)
+    below = error.value.least_peak_bytes - 1
+    assert plan(asked, below).away
+    with pytest.raises(InfeasibleBudgetError) as found:
+        plan(default, below)
+    assert found.value.least_peak_bytes == error.value.least_peak_bytes
 
 
 @pytest.mark.parametrize("share", [0.9, 0.8, 0.7])
