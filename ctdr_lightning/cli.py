@@ -78,12 +78,13 @@ def _plan(options: argparse.Namespace) -> None:
     codecs = options.codecs or (["auto"] if options.budget and policy == "auto" else [])
     places = Places.read(options.offload, options.disk_folder, None if codecs == ["none"] else codecs)
     options.places = places.on("cuda") if (options.device or "").lower() in DEVICES else places
-    trace, report = _recorded(options, batch, policy)
+    trace, report, parts = _recorded(options, batch, policy)
     try:
         made = plan(trace, options.budget, policy)
     except InfeasibleBudgetError as error:
         raise _with_place(error, trace, policy, options) from error
     plain = simulate(trace)
+    print(parts, end="")
     print(f"Plain step: peak {format_bytes(plain.peak_bytes)}, {format_seconds(plain.seconds)}.")
     _say(made, options)
     if options.html:
@@ -105,8 +106,8 @@ def _with_place(
     return error.but_first(f"write --{argument} {value}, with which it takes {format_bytes(peak_bytes)}")
 
 
-def _recorded(options: argparse.Namespace, batch: Any, policy: str) -> tuple[Trace, Report | None]:
-    """The step of the model as the options decompose it, on fake tensors, and the report on its layers."""
+def _recorded(options: argparse.Namespace, batch: Any, policy: str) -> tuple[Trace, Report | None, str]:
+    """The step of the model as the options decompose it, on fake tensors, the report on its layers, and its parts."""
     model, static_bytes, report = _training(options)
     step = step_of(model, spare=bool(options.data))
 
@@ -115,14 +116,15 @@ def _recorded(options: argparse.Namespace, batch: Any, policy: str) -> tuple[Tra
         return options.places.equip(trace, options.device)
 
     if options.sub_batches is None:
-        return recorded(batch), report
-    return _of_sub_batch(options, model, batch, recorded, policy), report
+        return recorded(batch), report, ""
+    trace, parts = _of_sub_batch(options, model, batch, recorded, policy)
+    return trace, report, parts
 
 
 def _of_sub_batch(
     options: argparse.Namespace, model: nn.Module, batch: Any, recorded: Callable[[Any], Trace], policy: str
-) -> Trace:
-    """The step of the largest sub-batch, with the gradients that the others leave."""
+) -> tuple[Trace, str]:
+    """The step of the largest sub-batch, with the gradients that the others leave, and a line on how many there are."""
     number = read_number(options.sub_batches)
     if number == "auto" and options.budget is None:
         raise ConfigError("--sub-batches auto needs a budget to fit.", "Give --budget, or a number.")
@@ -130,8 +132,9 @@ def _of_sub_batch(
     peaks = sub_batch_peaks(model, batch, recorded, budget or 0, policy)
     samples = peaks.n_samples
     number = min((peaks.fewest() or samples) if isinstance(number, str) else number, samples)
-    print(f"The batch of {samples} runs as {number} sub-batches of {-(-samples // number)} samples or less.")
-    return peaks.needs(number).standing
+    options.sub_batches = str(number)  # so that the dense step beside it is cut the same way
+    parts = f"The batch of {samples} runs as {number} sub-batches of {-(-samples // number)} samples or less.\n"
+    return peaks.needs(number).standing, parts if number > 1 else f"The batch of {samples} runs whole.\n"
 
 
 def _max_batch(options: argparse.Namespace) -> None:

@@ -10,8 +10,8 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
+from ctdr_lightning.basics.thread_clock import now_s
 from ctdr_lightning.memory.plans.plan import Plan
-from ctdr_lightning.memory.tape.clock import now_s
 from ctdr_lightning.memory.tape.tape import Tape
 from ctdr_lightning.memory.values.live_bytes import PeakMeter
 

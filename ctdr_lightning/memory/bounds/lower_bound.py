@@ -4,7 +4,8 @@ Both hold for every plan of the tape that keeps and recomputes, at tensor granul
 covered. The bound is the relaxation of the staged program (see ``staged_program``), which is Checkmate's (Jain et al.,
 MLSys 2020) with bytes limited at a few ticks. One tick, where the plain step is highest, gives most of it: what is not
 held there must be made again at least once, from what is held. So it takes 0.2 s for ResNet-50, whose full tableau has
-a million rows; near linear in ops. With that tick alone the program is nearly a knapsack, which is solved in whole
+a million rows; near linear in ops. Where the forward stands much higher than the backward, both have a tick, each in a
+program of its own. With one tick alone the program is nearly a knapsack, which is solved in whole
 numbers too: where few large tensors fit, half a tensor more or less is most of the distance to the best plan. Where
 more ticks bind, ``auto`` goes on in rounds (see ``rounds``), which raise the bound and bring plans.
 """
@@ -54,7 +55,7 @@ def _bound_s(step: Prepared, peak_bytes: int) -> float:
         if share < before + WORTHWHILE or (n_ticks > 1 and n_ticks * len(trace.forward_ops) > MANY_VARIABLES):
             break
         before = share
-        for ticks in _places(step, peak_bytes, n_ticks):
+        for ticks in _limited_ticks(step, peak_bytes, n_ticks):
             relaxed = StagedProgram(trace, ticks, peak_bytes, lives).program.relax()
             if relaxed is None:
                 return float("inf")
@@ -63,14 +64,16 @@ def _bound_s(step: Prepared, peak_bytes: int) -> float:
     return max(trace.seconds * (1 + share), first.bound_seconds)
 
 
-def _places(step: Prepared, peak_bytes: int, n_ticks: int) -> Iterator[list[int]]:
-    """The ticks of each program with bytes limited at so many."""
+def _limited_ticks(step: Prepared, peak_bytes: int, n_ticks: int) -> Iterator[list[int]]:
+    """The ticks at which each program of so many limits bytes."""
     bytes_at = step.plain_bytes_at
     ticks = choose_ticks(step.trace, bytes_at, peak_bytes, n_ticks)
     yield ticks
+    if n_ticks > 1:  # then the forward's highest is among them
+        return
     highest = max((op.tick for op in step.trace.ops), key=lambda tick: bytes_at[tick])
-    excess_bytes = max(int(bytes_at[tick]) for tick in ticks) - peak_bytes
-    if n_ticks == 1 and bytes_at[highest] - peak_bytes > MUCH_HIGHER * excess_bytes:
+    excess_bytes = max((int(bytes_at[tick]) for tick in ticks), default=peak_bytes) - peak_bytes
+    if bytes_at[highest] - peak_bytes > MUCH_HIGHER * excess_bytes:
         yield [highest]
 
 

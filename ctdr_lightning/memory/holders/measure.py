@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ctdr_lightning.basics.thread_clock import now_s
 from ctdr_lightning.basics.torch_private import allocations_of, no_dispatch_modes
 from ctdr_lightning.memory.codecs import CODECS, Codec, decode, encode
 from ctdr_lightning.memory.holders.away import AwayTensor
@@ -79,9 +80,9 @@ def _now(device: str) -> float:
     return time.perf_counter()
 
 
-def _busy(device: str) -> float:
-    """Seconds of computing, by the clock that the ops of a trace are timed with: waits for the core do not count."""
-    return time.thread_time() if device == "cpu" and torch.get_num_threads() == 1 else _now(device)
+def _computed(device: str) -> float:
+    """Seconds of computing, by the clock that the ops of a trace are timed with."""
+    return now_s() if device == "cpu" else _now(device)
 
 
 def measure_codecs(names: Iterable[str] | None = None, device: str = "cpu") -> list[CodecCost]:
@@ -107,7 +108,7 @@ def _codec_cost(name: str, device: str) -> CodecCost:
 def _measured_cost(name: str, device: str) -> CodecCost:
     codec = CODECS[name]
     flat = _sample(codec, device)
-    small = flat[: _SMALL_BYTES // flat.itemsize].clone()
+    small = flat[: _SMALL_BYTES // flat.itemsize].clone()  # what is put away is all of its storage
     calls = zip(*(_call_seconds(name, device, [flat, small]) for _ in range(_CALLS)), strict=True)
     encode_s, small_encode_s, decode_s, small_decode_s = map(median, calls)
     encode_call_s, encode_rate = _line(flat.nbytes, encode_s, small.nbytes, small_encode_s)
@@ -128,9 +129,9 @@ def _call_seconds(name: str, device: str, samples: Sequence[Tensor]) -> list[flo
 
     def timed(run: Callable[[], T]) -> tuple[float, T]:
         other.add_(1)
-        begin_s = _busy(device)
+        begin_s = _computed(device)
         made = run()
-        return _busy(device) - begin_s, made
+        return _computed(device) - begin_s, made
 
     away = [timed(partial(_put_away, flat, name)) for flat in samples]
     back = [timed(partial(materialize, value)) for _, value in away]

@@ -8,7 +8,7 @@ the bound is closed to a quarter of a percent or an allowance of work is spent. 
 at as it is, so that none is ahead, but where the gap is under a tenth of a percent; those whose solver stops by the
 clock are not asked. The allowance is counted in work, not in seconds, so that the same trace gives the same plan
 everywhere; the clock only stops a search that takes far too long, and does not count the rounds, whose programs are
-limited in size. Where values have exact codecs, a short search goes on from the best plans with these as further moves.
+limited in size. Where values have exact codecs, a short search goes on from the plain step with these as further moves.
 
 Complexity: a linear program of two variables a value, then about linear in the values times the size of their groups.
 """
@@ -86,7 +86,7 @@ def _smaller(step: Prepared, budget: Budget, known: list[Timeline], work: int) -
     if limit is None or budget.seconds is not None or not codecs or _rank(best, budget) <= (False, enough, limit):
         return []
     fits = best.peak_bytes <= limit
-    if not fits and all(cost.only_faster for cost in step.trace.codecs):
+    if not fits and not step.trace.asked_codecs:
         return []
     if fits and not step.trace.links and not codecs_may_pay(step, best.actions, codecs):
         return []

@@ -88,8 +88,8 @@ class Policy:
         return {} if self.options is None else asdict(self.options)
 
     def works_on(self, trace: Trace) -> bool:
-        """Whether it can do more than keep everything: what only moves or compresses needs links or codecs."""
-        away = (trace.links and Offload in self.uses) or (trace.codecs and Compress in self.uses)
+        """Whether it can do more than keep everything: what moves or compresses needs links, or codecs asked for."""
+        away = (trace.links and Offload in self.uses) or (trace.asked_codecs and Compress in self.uses)
         return Recompute in self.uses or self.answers_always or bool(away)
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ctdr_lightning.basics.thread_clock import now_s
 from ctdr_lightning.basics.torch_private import OpOverload, no_dispatch_modes, tree_flatten, tree_map_only
-from ctdr_lightning.memory.tape.clock import now_s
 from ctdr_lightning.memory.traces.trace import Trace
 from ctdr_lightning.memory.values.op_traits import traits
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import perf_counter, thread_time
 from typing import Any, Protocol
 
 import torch
 
+from ctdr_lightning.basics.thread_clock import clock_now
 from ctdr_lightning.basics.torch_private import OpOverload
 
 Timed = tuple[Any, float, int]
@@ -25,24 +25,11 @@ class Clock(Protocol):
         ...
 
 
-def now_s() -> float:
-    """Seconds for differences: this thread's own where torch computes on one thread, else the wall clock's.
-
-    On a machine whose two cores eight processes shared, wall times of one step spread by a factor of two, thread times
-    by a tenth.
-    """
-    return _seconds_now()()
-
-
-def _seconds_now() -> Callable[[], float]:
-    return thread_time if torch.get_num_threads() == 1 else perf_counter
-
-
 class CpuClock:
     """Time around each call, by the clock that ``now_s`` would choose when this one is made."""
 
     def __init__(self) -> None:
-        self._now_s = _seconds_now()
+        self._now_s = clock_now()
 
     def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Timed:
         """Run a call and time it."""

@@ -165,6 +165,11 @@ class Trace(MadeOnce):
         """Ids of the values that are written over and that autograd did not save: they cannot be held."""
         return frozenset(i for i, v in enumerate(self.values) if v.overwritten_at < self.n_ticks and not v.saves)
 
+    @property
+    def asked_codecs(self) -> tuple[CodecCost, ...]:
+        """The codecs that may decide whether a budget fits: those that somebody asked for."""
+        return tuple(cost for cost in self.codecs if not cost.only_faster)
+
     @cached_property
     def forward_ops(self) -> tuple[int, ...]:
         """Indices of the forward's ops: what a guided tape sees, in order."""

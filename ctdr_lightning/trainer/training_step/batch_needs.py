@@ -57,8 +57,7 @@ class BatchNeeds:
     @property
     def least_bytes(self) -> int:
         """Below what no plan of the batch goes, found without one."""
-        asked = any(not cost.only_faster for cost in self.step.codecs)
-        moves = bool(self.step.links) or asked  # the floor holds for recomputation alone
+        moves = self.step.links or self.step.asked_codecs  # the floor holds for recomputation alone
         return max(self.rest_bytes, (held_by_the_program if moves else floor_bytes)(self.standing))
 
     def stepping_inside(self, sizes: Iterable[int], optimizer: OptimizerBytes) -> BatchNeeds:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
-from ctdr_lightning.memory import RECOMPUTE, Prepared, Simulator, plan, record, simulate
+from ctdr_lightning.memory import POLICIES, RECOMPUTE, Prepared, Simulator, plan, record, simulate
 from ctdr_lightning.memory.plans.actions import Compress
 from ctdr_lightning.memory.search.fastest import Fastest
 from ctdr_lightning.memory.search.frontier import CHOICES, SMALLER
@@ -105,6 +105,8 @@ def test_codecs_that_nobody_asked_for_make_steps_faster_and_no_budget_fit(bare):
     with pytest.raises(InfeasibleBudgetError) as found:
         plan(default, below)
     assert found.value.least_peak_bytes == error.value.least_peak_bytes
+    assert POLICIES["gist"].works_on(asked)
+    assert not POLICIES["gist"].works_on(default), "auto asks it, and its plans have nothing but codecs"
 
 
 @pytest.mark.parametrize("share", [0.9, 0.8, 0.7])
