@@ -19,7 +19,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -42,6 +42,9 @@ from ctdr_lightning.memory.holders.base import HOLDERS
 from ctdr_lightning.memory.holders.places import Places
 from ctdr_lightning.memory.planner import resolve_budget
 from ctdr_lightning.memory.values.tensors import storage_bytes
+
+if TYPE_CHECKING:
+    from ctdr_lightning.trainer.training_step.sub_batch_peaks import SubBatchPeaks
 
 _STATES = {"adam": 2, "sgd": 0, "momentum": 1}
 
@@ -82,7 +85,7 @@ def _plan(options: argparse.Namespace) -> None:
     try:
         made = plan(trace, options.budget, policy)
     except InfeasibleBudgetError as error:
-        raise _with_place(error, trace, policy, options) from error
+        raise _with_remedy(error, trace, policy, options, batch) from error
     plain = simulate(trace)
     print(parts, end="")
     print(f"Plain step: peak {format_bytes(plain.peak_bytes)}, {format_seconds(plain.seconds)}.")
@@ -94,47 +97,62 @@ def _plan(options: argparse.Namespace) -> None:
         write_plan_page(options.html, options.model, made, report, dense)
 
 
-def _with_place(
-    error: InfeasibleBudgetError, trace: Trace, policy: str, options: argparse.Namespace
+def _with_remedy(
+    error: InfeasibleBudgetError, trace: Trace, policy: str, options: argparse.Namespace, batch: Any
 ) -> InfeasibleBudgetError:
-    """The planner's error, with the place or codec that would help in front of its hint."""
-    limit_bytes = resolve_budget(options.budget, trace.device).peak_bytes
-    found = place_that_fits(trace, limit_bytes or 0, options.places, policy, options.device)
+    """The planner's error, with the place, codec or number of sub-batches that would help in front of its hint."""
+    limit_bytes = resolve_budget(options.budget, trace.device).peak_bytes or 0
+    found = place_that_fits(trace, limit_bytes, options.places, policy, options.device)
+    found = found or (_number_that_fits(batch, policy, options) if options.sub_batches is None else None)
     if found is None:
         return error
     argument, value, peak_bytes = found
     return error.but_first(f"write --{argument} {value}, with which it takes {format_bytes(peak_bytes)}")
 
 
+def _number_that_fits(batch: Any, policy: str, options: argparse.Namespace) -> tuple[str, str, int] | None:
+    """The argument of the fewest sub-batches that fit, their number and their peak in bytes."""
+    try:
+        peaks = _sub_batches(options, batch, policy)[0]
+        number = peaks.fewest(whole=False)
+    except ConfigError:  # the gradients would be others, or the batch cannot be cut
+        return None
+    return ("sub-batches", str(number), peaks.peak_bytes(number)) if number else None
+
+
 def _recorded(options: argparse.Namespace, batch: Any, policy: str) -> tuple[Trace, Report | None, str]:
     """The step of the model as the options decompose it, on fake tensors, the report on its layers, and its parts."""
+    if options.sub_batches is None:
+        _, record, report = _recorder(options)
+        return record(batch), report, ""
+    if options.sub_batches == "auto" and options.budget is None:
+        raise ConfigError("--sub-batches auto needs a budget to fit.", "Give --budget, or a number.")
+    asked = read_number(options.sub_batches)
+    peaks, report = _sub_batches(options, batch, policy)
+    samples = peaks.n_samples
+    number = min((peaks.fewest() or samples) if isinstance(asked, str) else asked, samples)
+    options.sub_batches = str(number)  # so that the dense step beside it is cut the same way
+    parts = f"The batch of {samples} runs as {number} sub-batches of {-(-samples // number)} samples or less.\n"
+    return peaks.needs(number).standing, report, parts if number > 1 else f"The batch of {samples} runs whole.\n"
+
+
+def _recorder(options: argparse.Namespace) -> tuple[nn.Module, Callable[[Any], Trace], Report | None]:
+    """The model as the options decompose it, from a batch to its step's trace, and the report on its layers."""
     model, static_bytes, report = _training(options)
     step = step_of(model, spare=bool(options.data))
 
-    def recorded(batch: Any) -> Trace:
+    def record(batch: Any) -> Trace:
         trace = record_fake(model, batch, step, device=options.device).with_static(static_bytes)
         return options.places.equip(trace, options.device)
 
-    if options.sub_batches is None:
-        return recorded(batch), report, ""
-    trace, parts = _of_sub_batch(options, model, batch, recorded, policy)
-    return trace, report, parts
+    return model, record, report
 
 
-def _of_sub_batch(
-    options: argparse.Namespace, model: nn.Module, batch: Any, recorded: Callable[[Any], Trace], policy: str
-) -> tuple[Trace, str]:
-    """The step of the largest sub-batch, with the gradients that the others leave, and a line on how many there are."""
-    number = read_number(options.sub_batches)
-    if number == "auto" and options.budget is None:
-        raise ConfigError("--sub-batches auto needs a budget to fit.", "Give --budget, or a number.")
-    budget = resolve_budget(options.budget, "cpu").peak_bytes if options.budget else None
-    peaks = sub_batch_peaks(model, batch, recorded, budget or 0, policy)
-    samples = peaks.n_samples
-    number = min((peaks.fewest() or samples) if isinstance(number, str) else number, samples)
-    options.sub_batches = str(number)  # so that the dense step beside it is cut the same way
-    parts = f"The batch of {samples} runs as {number} sub-batches of {-(-samples // number)} samples or less.\n"
-    return peaks.needs(number).standing, parts if number > 1 else f"The batch of {samples} runs whole.\n"
+def _sub_batches(options: argparse.Namespace, batch: Any, policy: str) -> tuple[SubBatchPeaks, Report | None]:
+    """What the batch takes by the number of its sub-batches, and the report on the model's layers."""
+    model, record, report = _recorder(options)
+    limit_bytes = resolve_budget(options.budget, "cpu").peak_bytes if options.budget else None
+    return sub_batch_peaks(model, batch, record, limit_bytes or 0, policy), report
 
 
 def _max_batch(options: argparse.Namespace) -> None:

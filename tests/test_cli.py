@@ -166,8 +166,10 @@ def test_the_fewest_parts_that_fit_are_found(tmp_path, capsys):
     path = tmp_path / "plan.json"
     limit = ["--budget", "1MiB", "--policy", "keep", "--save", str(path)]
     assert main(["plan", *LAYERS, *limit]) == 2
+    named = int(re.search(r"Write --sub-batches (\d+), with which it takes", capsys.readouterr().err)[1])
     assert main(["plan", *LAYERS, *limit, "--sub-batches", "auto"]) == 0
     number = int(re.search(r"The batch of 4096 runs as (\d+) sub-batches", capsys.readouterr().out)[1])
+    assert named == number
     assert Plan.from_json(path).peak_bytes <= 2**20
     assert main(["plan", *LAYERS, *limit, "--sub-batches", str(number - 1)]) == 2
 
