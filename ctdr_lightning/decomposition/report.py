@@ -101,7 +101,14 @@ class Report:
         return tuple(weight for weight in self.staying if weight.reason == NO_KIND and self._counts(weight))
 
     def notes(self) -> list[str]:
-        """The weights that no layer kind covers; where the model misses the share that was asked for, all that stay."""
+        """The weights that stay, and how near the outputs are to the dense model's.
+
+        Those are named that no layer kind covers; where the model misses the share that was asked for, all that stay.
+        """
+        near = [f"outputs: {self.divergence:.3g} nats from dense"] if not math.isnan(self.divergence) else []
+        return [*self._staying_notes(), *near]
+
+    def _staying_notes(self) -> list[str]:
         left = 1 / self.compression
         if self.asked is None or left < self.asked + LEAST_SHARE or not self.staying:
             return [self._stays(weight) for weight in self.uncovered]
@@ -139,10 +146,7 @@ class Report:
         table = (head, *rows)
         shown = [column for column in range(len(head)) if any(row[column] for row in rows)]  # no column without entries
         text = _table([[row[column] for column in shown] for row in table])
-        lines = [text, *self.notes()]
-        if not math.isnan(self.divergence):
-            lines.append(f"outputs: {self.divergence:.3g} nats from dense")
-        return "\n".join(lines)
+        return "\n".join([text, *self.notes()])
 
 
 def report_of(model: nn.Module, parameters_before: int = 0) -> Report:

@@ -78,7 +78,7 @@ def _row(parts: RunParts, settings: Sequence[str], scores: Sequence[str]) -> lis
     record = parts.record
     given = [record.settings.get(name, "") for name in settings]
     found = [record.last(name) for name in scores]
-    measured, taken = record.last("ctdr/peak_memory_gib"), record.typical("ctdr/step_time_s")
+    measured, taken = record.highest("ctdr/peak_memory_gib"), record.typical("ctdr/step_time_s")
     speed, predicted = record.typical("ctdr/samples_per_s"), predicted_peak_bytes(parts)
     return [
         record.name, *given,
@@ -93,7 +93,7 @@ def _row(parts: RunParts, settings: Sequence[str], scores: Sequence[str]) -> lis
 
 def peak_of(parts: RunParts) -> float:
     """The measured peak in bytes; the predicted one where none was measured, 0 where neither is known."""
-    measured = parts.record.last("ctdr/peak_memory_gib")
+    measured = parts.record.highest("ctdr/peak_memory_gib")
     return measured * GIB if measured else predicted_peak_bytes(parts)
 
 

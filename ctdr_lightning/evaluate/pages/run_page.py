@@ -78,7 +78,7 @@ def timelines_of(parts: RunParts) -> dict[str, Timeline]:
 
 def predicted_peak_bytes(parts: RunParts) -> float:
     """The plan's peak, or what the run predicted of a whole batch: an optimizer's step may take more."""
-    logged = parts.record.last("ctdr/predicted_peak_gib")
+    logged = parts.record.highest("ctdr/predicted_peak_gib")
     return max((logged or 0.0) * GIB, parts.plan.peak_bytes if parts.plan is not None else 0.0)
 
 
@@ -96,7 +96,7 @@ def _headline(parts: RunParts) -> dict[str, str]:
         found["times fewer than dense"] = f"{record.parameters_before / record.parameters_after:.2f}"
     if parts.plan is not None:
         found["predicted peak of a step"] = format_bytes(predicted_peak_bytes(parts))
-    measured = record.last("ctdr/peak_memory_gib")
+    measured = record.highest("ctdr/peak_memory_gib")
     if measured:
         found["measured peak"] = format_bytes(measured * GIB)
     speed = record.typical("ctdr/samples_per_s")
@@ -165,7 +165,7 @@ def _compared(parts: RunParts) -> Iterator[tuple[str, str, str, str]]:
     record, plan = parts.record, parts.plan
     if plan is not None:
         plain = simulate(plan.trace)
-        peak, taken = record.last("ctdr/peak_memory_gib"), record.typical("ctdr/step_time_s")
+        peak, taken = record.highest("ctdr/peak_memory_gib"), record.typical("ctdr/step_time_s")
         yield _beside("peak of a step", predicted_peak_bytes(parts), (peak or 0.0) * GIB, format_bytes)
         yield _beside("time of a step", plan.seconds, taken or 0.0, format_seconds)
         yield _beside("peak with everything kept", plain.peak_bytes, 0.0, format_bytes)

@@ -78,6 +78,10 @@ class RunRecord:
         """The last value of a number; None where there is none."""
         return next((entry[name] for entry in reversed(self.history) if name in entry), None)
 
+    def highest(self, name: str) -> float | None:
+        """The largest value of a number: the last batch of an epoch is often smaller than the others."""
+        return max((entry[name] for entry in self.history if name in entry), default=None)
+
     def typical(self, name: str) -> float | None:
         """The median of a number's values."""
         values = sorted(entry[name] for entry in self.history if name in entry)

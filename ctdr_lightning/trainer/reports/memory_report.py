@@ -80,5 +80,6 @@ class MemoryReport:
         # TensorBoard shows pictures 350 pixels wide and leaves out pixels: a wider one would lose its lines.
         figure = Figure(figsize=(5.6, 3), dpi=160, layout="constrained")
         axes = simulate(session.plan.trace).plot(figure.subplots(), label="everything kept")
+        axes.lines[0].set(color="0.7", linewidth=3)  # seen behind a plan that drops nothing, too
         session.plan.timeline.plot(axes, label=f"plan ({session.plan.policy})")
         return figure

@@ -106,7 +106,8 @@ class Reporter:
         values |= utilisation(trainer, self._engine.step_flops, values.get("ctdr/step_time_s", 0.0))
         values |= self._memory_report.peaks(trainer, self._engine.measured)
         values |= self._memory_report.predicted()
-        self._measured |= {name: float(value) for name, value in values.items()}
+        highest = max(self._measured.get("ctdr/peak_memory_gib", 0.0), values.get("ctdr/peak_memory_gib", 0.0))
+        self._measured |= {name: float(value) for name, value in values.items()} | {"ctdr/peak_memory_gib": highest}
         self._history.note(trainer, values)
         events = self._memory_report.new_events()
         for event in events:
@@ -125,7 +126,9 @@ class Reporter:
     def _publish_plan(self, trainer: Any, events: list[str]) -> None:
         for event in events if self._verbose else []:
             rank_zero_info(wrapped(f"CTDR: {event}"))
-        text = "\n".join([*events, "", self._memory_report.explain()])
+        whole, *tensors = self._memory_report.explain().splitlines()
+        known = any(event.startswith(whole) for event in events)  # told with the batches that it is for
+        text = "\n".join([*events, "", *([] if known else [whole]), *tensors])
         publish_text(trainer.loggers, "ctdr/memory_plan", text, trainer.global_step)
         picture = self._memory_report.picture()
         if picture is not None:

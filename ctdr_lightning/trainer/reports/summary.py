@@ -24,7 +24,7 @@ class RunFacts:
         progress: Where recovery stands; None without recovery.
         metrics: The last validation's metrics by name.
         predicted_peak_bytes: Largest peak that the memory plans predict; 0 where nothing is planned.
-        measured: The last log interval's numbers, by their names in the loggers.
+        measured: The last log interval's numbers, by their names in the loggers; the peak is the highest of any.
         fit: What ``rank="auto"`` chose; None elsewhere.
     """
 

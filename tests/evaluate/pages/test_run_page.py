@@ -125,7 +125,10 @@ def test_events_layers_and_settings_are_told(parts, text, read):
 
 def test_an_optimizers_step_that_takes_more_than_the_plan_is_what_was_predicted(parts):
     gib = 2 * parts.plan.peak_bytes / 2**30
-    history = ({"epoch": 0.0, "step": 1.0, "ctdr/predicted_peak_gib": gib, "ctdr/peak_memory_gib": gib},)
+    history = (
+        {"epoch": 0.0, "step": 1.0, "ctdr/predicted_peak_gib": gib, "ctdr/peak_memory_gib": gib},
+        {"epoch": 0.0, "step": 2.0, "ctdr/predicted_peak_gib": gib / 4, "ctdr/peak_memory_gib": gib / 4},
+    )
     cells = Reader(run_page(RunParts(replace(parts.record, history=history), parts.plan))).text("td")
     at = cells.index("peak of a step")
     assert cells[at + 1 : at + 4] == [format_bytes(gib * 2**30)] * 2 + ["1.00"]

@@ -78,6 +78,15 @@ def test_tensorboard_gets_scalars_the_report_and_the_picture(tmp_path):
     assert any("Policy sqrt" in text for text in texts)
 
 
+def test_the_text_of_a_plan_says_nothing_twice(tmp_path):
+    run(CSVLogger(tmp_path), policy="auto", memory_budget="1GiB")
+    lines = (tmp_path / "lightning_logs" / "version_0" / "ctdr" / "memory_plan.txt").read_text().splitlines()
+    told = [line for line in lines if line.startswith("Policy auto: ")]
+    assert len(told) == 1
+    assert "For batches of" in told[0]
+    assert any("kept, holds" in line for line in lines)
+
+
 def test_csv_gets_scalars_and_files_beside_them(tmp_path):
     run(CSVLogger(tmp_path))
     folder = tmp_path / "lightning_logs" / "version_0"

@@ -25,6 +25,13 @@ def test_every_line_fits_and_every_factorized_layer_has_one(depth):
     assert lines[-1].startswith("1 layer stays dense: " if depth == 0 else "4 layers stay dense: ")
 
 
+def test_how_near_the_outputs_are_is_told_where_it_was_measured():
+    model, batches = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8)), [torch.randn(16, 64)] * 4
+    assert "nats from dense" not in opening_table(decompose(model, 0.5))
+    lines = opening_table(decompose(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8)), 0.5, data=batches))
+    assert lines.splitlines()[-1].endswith(" nats from dense")
+
+
 def test_a_model_without_dense_layers_says_nothing_of_them():
     assert "dense" not in opening_table(decompose(nn.Sequential(nn.Linear(256, 256)), 0.3))
 

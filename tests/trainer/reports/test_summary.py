@@ -1,12 +1,13 @@
 """The closing account says what is known, and nothing else."""
 
 import logging
+import re
 
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
 from ctdr_lightning import CTDRCallback, Recovery
-from ctdr_lightning.basics.units import GIB
+from ctdr_lightning.basics.units import GIB, parse_bytes
 from ctdr_lightning.recovery import Phase
 from ctdr_lightning.recovery.decisions import Progress
 from ctdr_lightning.trainer.reports.summary import RunFacts, closing_summary
@@ -25,6 +26,15 @@ def test_every_number_has_its_place():
     assert "val_acc: dense 0.9000, raw 0.4000, after re-estimation 0.8000, now 0.8900." in text
     assert "Peak of a step: 1.00 GiB predicted, 512.0 MiB measured." in text
     assert "Time of a batch: 20.0 ms, 3,200 samples/s." in text
+
+
+def test_the_peak_is_the_highest_that_was_measured_not_a_small_last_batchs(tmp_path):
+    """32 images in batches of 24: the last has 8. Steps that are recorded, in the first epoch, are not measured."""
+    callback = CTDRCallback(rank=0.5, memory_budget="1GiB", verbose=False)
+    parts.fit(parts.blobs(), callback, max_epochs=2, logger=CSVLogger(tmp_path), data=parts.loaders(24))
+    text = (tmp_path / "lightning_logs" / "version_0" / "ctdr" / "summary.txt").read_text()
+    predicted, measured = re.search(r"Peak of a step: (.*) predicted, (.*) measured", text).groups()
+    assert parse_bytes(measured) > 0.9 * parse_bytes(predicted)
 
 
 def test_without_recovery_the_last_metrics_are_told():
