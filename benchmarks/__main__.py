@@ -1,7 +1,8 @@
 """Every benchmark, one after the other, each in a process of its own: ``make bench``.
 
-    python -m benchmarks                    # all, hours on two cores
+    python -m benchmarks                    # all on fewer nets and in fewer rounds: about an hour on two cores
     python -m benchmarks engine decompose   # some
+    python -m benchmarks --full             # with the settings of the documents' tables: hours
     python -m benchmarks --list
 
 What each prints is shown as it comes. ``FOLDER/bench.json`` keeps the machine, the versions, and for each benchmark its
@@ -26,22 +27,23 @@ from ctdr_lightning.basics.files import write_text
 
 # Peers are in the first two: torch's checkpoint, checkpoint_sequential and memory budget in "policies", tensorly's
 # solvers in "decompose".
+# The arguments make all of them together last about an hour; --full leaves them out.
 TABLES: dict[str, tuple[str, ...]] = {
-    "policies": (),
-    "decompose": (),
-    "engine": (),
-    "promise": (),
-    "joint": (),
-    "planner": (),
+    "policies": ("R", "--rounds", "3"),
+    "decompose": ("--size", "256", "--rounds", "1"),
+    "engine": ("--random", "3", "--repeats", "10"),
+    "promise": ("--rounds", "3"),
+    "joint": ("--nets", "D", "--rounds", "3"),
+    "planner": ("--nets", "R", "T", "RN18", "--shares", "0.8", "0.5", "0.4"),
     "planning_time": (),
-    "step_time": (),
+    "step_time": ("R", "T", "--rounds", "5"),
     "trials": (),
-    "bounds": (),
-    "offload": (),
-    "moving": (),
-    "digits": (),
-    "recovery": (),
-    "ranks": (),
+    "bounds": ("--nets", "R", "--time-limit", "3"),
+    "offload": ("--nets", "T", "R", "BERT", "GoogLeNet"),
+    "moving": ("--nets", "M"),
+    "digits": ("--seeds", "1"),
+    "recovery": ("scratch", "--seeds", "1"),
+    "ranks": ("--cases", "C8 V4", "--seeds", "0"),
 }
 
 
@@ -83,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Every benchmark, one after the other.")
     parser.add_argument("tables", nargs="*", choices=[*TABLES, []], help="all by default")
     parser.add_argument("--folder", type=Path, default=Path("outputs/bench"))
+    parser.add_argument("--full", action="store_true", help="with the settings of the documents' tables")
     parser.add_argument("--list", action="store_true", help="say which there are")
     options = parser.parse_args(arguments)
     if options.list:
@@ -91,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path, asked = options.folder / "bench.json", options.tables or list(TABLES)
     found = begun(path)
     for name in asked:
-        found["tables"][name] = run(name, TABLES[name])
+        found["tables"][name] = run(name, () if options.full else TABLES[name])
         write_text(path, json.dumps(found, indent=1) + "\n")
     failed = [name for name in asked if found["tables"][name]["status"]]
     print(f"\n{path}" + (f"; failed: {', '.join(failed)}" if failed else ""))

@@ -100,7 +100,9 @@ def _plan(options: argparse.Namespace) -> None:
 def _with_remedy(
     error: InfeasibleBudgetError, trace: Trace, policy: str, options: argparse.Namespace, batch: Any
 ) -> InfeasibleBudgetError:
-    """The planner's error, with the place, codec or number of sub-batches that would help in front of its hint."""
+    """The planner's error in the command's words, with what would help: a place, a codec, a number of sub-batches."""
+    hint = error.hint.replace("memory_budget", "--budget")
+    error = InfeasibleBudgetError(error.problem, hint, least_peak_bytes=error.least_peak_bytes)
     limit_bytes = resolve_budget(options.budget, trace.device).peak_bytes or 0
     found = place_that_fits(trace, limit_bytes, options.places, policy, options.device)
     found = found or (_number_that_fits(batch, policy, options) if options.sub_batches is None else None)

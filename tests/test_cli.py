@@ -166,7 +166,9 @@ def test_the_fewest_parts_that_fit_are_found(tmp_path, capsys):
     path = tmp_path / "plan.json"
     limit = ["--budget", "1MiB", "--policy", "keep", "--save", str(path)]
     assert main(["plan", *LAYERS, *limit]) == 2
-    named = int(re.search(r"Write --sub-batches (\d+), with which it takes", capsys.readouterr().err)[1])
+    told = capsys.readouterr().err
+    named = int(re.search(r"Write --sub-batches (\d+), with which it takes", told)[1])
+    assert "or raise --budget to " in told
     assert main(["plan", *LAYERS, *limit, "--sub-batches", "auto"]) == 0
     number = int(re.search(r"The batch of 4096 runs as (\d+) sub-batches", capsys.readouterr().out)[1])
     assert named == number

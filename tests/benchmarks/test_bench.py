@@ -18,7 +18,7 @@ def programs(tmp_path, monkeypatch):
     """Two benchmarks in a folder, of which one fails; what ``bench.json`` keeps of a run."""
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "__init__.py").touch()  # or the installed package of this name would be found first
-    (tmp_path / "benchmarks" / "engine.py").write_text("print('a table')\n")
+    (tmp_path / "benchmarks" / "engine.py").write_text("import sys\nprint('a table', *sys.argv[1:])\n")
     (tmp_path / "benchmarks" / "joint.py").write_text("raise SystemExit(3)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -34,11 +34,15 @@ def test_lines_machine_and_a_failure_are_kept(programs, capfd):
     status, found = programs("engine", "joint")
     assert status == 1
     assert "a table" in capfd.readouterr().out
-    assert found["tables"]["engine"]["lines"] == ["a table"]
+    assert found["tables"]["engine"]["lines"] == [f"a table {' '.join(bench.TABLES['engine'])}"]
     assert found["tables"]["engine"]["day"] == date.today().isoformat()
     assert (found["tables"]["engine"]["status"], found["tables"]["joint"]["status"]) == (0, 3)
     assert found["machine"]["versions"]["torch"]
     assert found["machine"]["cores"] > 0
+
+
+def test_the_documents_settings_are_each_benchmarks_own(programs):
+    assert programs("engine", "--full")[1]["tables"]["engine"]["lines"] == ["a table"]
 
 
 def test_earlier_runs_stay_on_the_same_machine_alone(programs, monkeypatch, capfd):
