@@ -19,6 +19,8 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -81,80 +83,95 @@ def _plan(options: argparse.Namespace) -> None:
     codecs = options.codecs or (["auto"] if options.budget and policy == "auto" else [])
     places = Places.read(options.offload, options.disk_folder, None if codecs == ["none"] else codecs)
     options.places = places.on("cuda") if (options.device or "").lower() in DEVICES else places
-    trace, report, parts = _recorded(options, batch, policy)
+    step = _step(options)
+    trace, parts = _recorded(options, step, batch, policy)
     try:
         made = plan(trace, options.budget, policy)
     except InfeasibleBudgetError as error:
-        raise _with_remedy(error, trace, policy, options, batch) from error
+        in_parts = partial(_sub_batches, options, step, batch, policy)
+        raise _with_remedy(error, trace, policy, options, in_parts) from error
     plain = simulate(trace)
     print(parts, end="")
     print(f"Plain step: peak {format_bytes(plain.peak_bytes)}, {format_seconds(plain.seconds)}.")
     _say(made, options)
     if options.html:
         dense = None
-        if report is not None:  # the model's own step, to compare with
-            dense = simulate(_recorded(argparse.Namespace(**{**vars(options), "rank": None}), batch, policy)[0])
-        write_plan_page(options.html, options.model, made, report, dense)
+        if step.report is not None:  # the model's own step, to compare with
+            whole = argparse.Namespace(**{**vars(options), "rank": None})
+            dense = simulate(_recorded(whole, _step(whole), batch, policy)[0])
+        write_plan_page(options.html, options.model, made, step.report, dense)
 
 
 def _with_remedy(
-    error: InfeasibleBudgetError, trace: Trace, policy: str, options: argparse.Namespace, batch: Any
+    error: InfeasibleBudgetError,
+    trace: Trace,
+    policy: str,
+    options: argparse.Namespace,
+    in_parts: Callable[[], SubBatchPeaks],
 ) -> InfeasibleBudgetError:
     """The planner's error in the command's words, with what would help: a place, a codec, a number of sub-batches."""
     hint = error.hint.replace("memory_budget", "--budget")
     error = InfeasibleBudgetError(error.problem, hint, least_peak_bytes=error.least_peak_bytes)
     limit_bytes = resolve_budget(options.budget, trace.device).peak_bytes or 0
     found = place_that_fits(trace, limit_bytes, options.places, policy, options.device)
-    found = found or (_number_that_fits(batch, policy, options) if options.sub_batches is None else None)
+    if found is None and options.sub_batches is None:
+        print("ctdr: the budget does not fit the whole batch; looking for a number of sub-batches ...", file=sys.stderr)
+        found = _number_that_fits(in_parts)
     if found is None:
         return error
     argument, value, peak_bytes = found
     return error.but_first(f"write --{argument} {value}, with which it takes {format_bytes(peak_bytes)}")
 
 
-def _number_that_fits(batch: Any, policy: str, options: argparse.Namespace) -> tuple[str, str, int] | None:
+def _number_that_fits(in_parts: Callable[[], SubBatchPeaks]) -> tuple[str, str, int] | None:
     """The argument of the fewest sub-batches that fit, their number and their peak in bytes."""
     try:
-        peaks = _sub_batches(options, batch, policy)[0]
+        peaks = in_parts()
         number = peaks.fewest(whole=False)
     except ConfigError:  # the gradients would be others, or the batch cannot be cut
         return None
     return ("sub-batches", str(number), peaks.peak_bytes(number)) if number else None
 
 
-def _recorded(options: argparse.Namespace, batch: Any, policy: str) -> tuple[Trace, Report | None, str]:
-    """The step of the model as the options decompose it, on fake tensors, the report on its layers, and its parts."""
+@dataclass(frozen=True)
+class _Step:
+    """The model as the options decompose it, its step's trace for a batch, and the report on its layers."""
+
+    model: nn.Module
+    record: Callable[[Any], Trace]
+    report: Report | None
+
+
+def _step(options: argparse.Namespace) -> _Step:
+    model, static_bytes, report = _training(options)
+    run = step_of(model, spare=bool(options.data))
+
+    def record(batch: Any) -> Trace:
+        trace = record_fake(model, batch, run, device=options.device).with_static(static_bytes)
+        return options.places.equip(trace, options.device)
+
+    return _Step(model, record, report)
+
+
+def _recorded(options: argparse.Namespace, step: _Step, batch: Any, policy: str) -> tuple[Trace, str]:
+    """What runs at once, on fake tensors: the batch or the largest of its parts; and a line on these."""
     if options.sub_batches is None:
-        _, record, report = _recorder(options)
-        return record(batch), report, ""
+        return step.record(batch), ""
     if options.sub_batches == "auto" and options.budget is None:
         raise ConfigError("--sub-batches auto needs a budget to fit.", "Give --budget, or a number.")
     asked = read_number(options.sub_batches)
-    peaks, report = _sub_batches(options, batch, policy)
+    peaks = _sub_batches(options, step, batch, policy)
     samples = peaks.n_samples
     number = min((peaks.fewest() or samples) if isinstance(asked, str) else asked, samples)
     options.sub_batches = str(number)  # so that the dense step beside it is cut the same way
     parts = f"The batch of {samples} runs as {number} sub-batches of {-(-samples // number)} samples or less.\n"
-    return peaks.needs(number).standing, report, parts if number > 1 else f"The batch of {samples} runs whole.\n"
+    return peaks.needs(number).standing, parts if number > 1 else f"The batch of {samples} runs whole.\n"
 
 
-def _recorder(options: argparse.Namespace) -> tuple[nn.Module, Callable[[Any], Trace], Report | None]:
-    """The model as the options decompose it, from a batch to its step's trace, and the report on its layers."""
-    model, static_bytes, report = _training(options)
-    step = step_of(model, spare=bool(options.data))
-
-    def record(batch: Any) -> Trace:
-        trace = record_fake(model, batch, step, device=options.device).with_static(static_bytes)
-        return options.places.equip(trace, options.device)
-
-    return model, record, report
-
-
-def _sub_batches(options: argparse.Namespace, batch: Any, policy: str) -> tuple[SubBatchPeaks, Report | None]:
-    """What the batch takes by the number of its sub-batches, and the report on the model's layers."""
-    model, record, report = _recorder(options)
+def _sub_batches(options: argparse.Namespace, step: _Step, batch: Any, policy: str) -> SubBatchPeaks:
+    """What the batch takes by the number of its sub-batches."""
     limit_bytes = resolve_budget(options.budget, "cpu").peak_bytes if options.budget else None
-    return sub_batch_peaks(model, batch, record, limit_bytes or 0, policy), report
+    return sub_batch_peaks(step.model, batch, step.record, limit_bytes or 0, policy)
 
 
 def _max_batch(options: argparse.Namespace) -> None:
