@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.run(options)
     except CTDRError as error:
-        print(f"ctdr: {error}", file=sys.stderr)
+        print(f"ctdr: {error}".replace("memory_budget", "--budget"), file=sys.stderr)  # as the argument is named here
         return 2
     return 0
 
@@ -109,9 +109,7 @@ def _with_remedy(
     options: argparse.Namespace,
     in_parts: Callable[[], SubBatchPeaks],
 ) -> InfeasibleBudgetError:
-    """The planner's error in the command's words, with what would help: a place, a codec, a number of sub-batches."""
-    hint = error.hint.replace("memory_budget", "--budget")
-    error = InfeasibleBudgetError(error.problem, hint, least_peak_bytes=error.least_peak_bytes)
+    """The planner's error, with the place, codec or number of sub-batches that would help in front of its hint."""
     limit_bytes = resolve_budget(options.budget, trace.device).peak_bytes or 0
     found = place_that_fits(trace, limit_bytes, options.places, policy, options.device)
     if found is None and options.sub_batches is None:

@@ -101,14 +101,7 @@ class Report:
         return tuple(weight for weight in self.staying if weight.reason == NO_KIND and self._counts(weight))
 
     def notes(self) -> list[str]:
-        """The weights that stay, and how near the outputs are to the dense model's.
-
-        Those are named that no layer kind covers; where the model misses the share that was asked for, all that stay.
-        """
-        near = [f"outputs: {self.divergence:.3g} nats from dense"] if not math.isnan(self.divergence) else []
-        return [*self._staying_notes(), *near]
-
-    def _staying_notes(self) -> list[str]:
+        """The weights that no layer kind covers; where the model misses the share that was asked for, all that stay."""
         left = 1 / self.compression
         if self.asked is None or left < self.asked + LEAST_SHARE or not self.staying:
             return [self._stays(weight) for weight in self.uncovered]
@@ -118,6 +111,10 @@ class Report:
         lines += [self._stays(weight) for weight in shown]
         worth_a_word = n_rest >= LEAST_SHARE * self.parameters_before
         return lines + ([f"smaller ones ({self._share(n_rest)} together) stay"] if worth_a_word else [])
+
+    def measured(self) -> list[str]:
+        """How near the outputs are to the dense model's, where that was measured."""
+        return [] if math.isnan(self.divergence) else [f"outputs: {self.divergence:.3g} nats from dense"]
 
     def _counts(self, weight: StayingWeight) -> bool:
         return weight.parameters >= LEAST_SHARE * self.parameters_before
@@ -146,7 +143,7 @@ class Report:
         table = (head, *rows)
         shown = [column for column in range(len(head)) if any(row[column] for row in rows)]  # no column without entries
         text = _table([[row[column] for column in shown] for row in table])
-        return "\n".join([text, *self.notes()])
+        return "\n".join([text, *self.notes(), *self.measured()])
 
 
 def report_of(model: nn.Module, parameters_before: int = 0) -> Report:

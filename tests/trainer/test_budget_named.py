@@ -16,7 +16,7 @@ from ctdr_lightning.joint import pricing, search
 from ctdr_lightning.memory import max_batch, plan, record_fake
 from tests import parts
 
-NAMED = re.compile(r"aise memory_budget to ([\d.]+ [KMG]?i?B)")
+NAMED = re.compile(r"aise (?:memory_budget|--budget) to ([\d.]+ [KMG]?i?B)")
 
 
 def named(error):

@@ -31,7 +31,7 @@ def opening_table(report: Report) -> str:
     dense = [row for row in report if row.decision != "factorized"]
     stay = "layer stays" if len(dense) == 1 else "layers stay"
     notes = [f"{len(dense)} {stay} dense: {_reasons(dense)}"] if dense else []
-    notes += report.notes()
+    notes += [*report.notes(), *report.measured()]
     table = [lines[0], rule, *lines[1:-1], *([rule] if rows else []), lines[-1]]
     return "\n".join([*table, *map(wrapped, notes)])
 
