@@ -1,6 +1,6 @@
 """Every benchmark, one after the other, each in a process of its own: ``make bench``.
 
-    python -m benchmarks                    # all on fewer nets and in fewer rounds: about an hour on two cores
+    python -m benchmarks                    # all, on fewer nets and in fewer rounds than the documents' tables
     python -m benchmarks engine decompose   # some
     python -m benchmarks --full             # with the settings of the documents' tables: hours
     python -m benchmarks --list
@@ -27,7 +27,7 @@ from ctdr_lightning.basics.files import write_text
 
 # Peers are in the first two: torch's checkpoint, checkpoint_sequential and memory budget in "policies", tensorly's
 # solvers in "decompose".
-# The arguments make all of them together last about an hour; --full leaves them out.
+# The arguments leave out the large nets and most rounds, with which all take hours; --full leaves the arguments out.
 TABLES: dict[str, tuple[str, ...]] = {
     "policies": ("R", "--rounds", "3"),
     "decompose": ("--size", "256", "--rounds", "1"),

@@ -14,9 +14,9 @@ def now_s() -> float:
     On a machine whose two cores eight processes shared, wall times of one step spread by a factor of two, thread times
     by a tenth.
     """
-    return clock_now()()
+    return computing_clock()()
 
 
-def clock_now() -> Callable[[], float]:
+def computing_clock() -> Callable[[], float]:
     """The clock that ``now_s`` reads at present."""
     return thread_time if torch.get_num_threads() == 1 else perf_counter

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ctdr_lightning.basics.thread_clock import clock_now
+from ctdr_lightning.basics.thread_clock import computing_clock
 from ctdr_lightning.basics.torch_private import OpOverload
 
 Timed = tuple[Any, float, int]
@@ -29,7 +29,7 @@ class CpuClock:
     """Time around each call, by the clock that ``now_s`` would choose when this one is made."""
 
     def __init__(self) -> None:
-        self._now_s = clock_now()
+        self._now_s = computing_clock()
 
     def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Timed:
         """Run a call and time it."""
