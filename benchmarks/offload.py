@@ -36,7 +36,7 @@ from ctdr_lightning.memory.holders.base import HolderOptions, Holders
 from ctdr_lightning.memory.holders.measure import measure_codecs, measure_links
 from ctdr_lightning.memory.search.together import free_codecs
 
-ROUNDS = 3
+ROUNDS = 7
 BOTH = "auto, with a disk"
 
 

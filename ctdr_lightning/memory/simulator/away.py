@@ -25,8 +25,8 @@ class AwayEffect:
     Attributes:
         gone: Last tick at which its memory is held for its sake.
         intervals: ``(first tick, last tick, bytes)`` of what is held in its place.
-        seconds: Time of its codecs.
-        decode_s: The part of it that is spent when the value is needed.
+        seconds: Time of the step's computing: its codecs', and what moving it takes of the step's own.
+        decode_s: The part of it that is spent on the way back.
     """
 
     gone: int
@@ -126,6 +126,8 @@ def away_effect(trace: Trace, value: int, action: Away, needed: int | None, unti
     found: list[Interval] = []
     out = made
     if isinstance(action, Offload):
+        busy_s = link_to(trace, action.to).busy_s_per_byte * packed
+        encode_s, decode_s = encode_s + busy_s, decode_s + busy_s * (needed is not None)
         out = max(action.out_at, made)
         gone = max(action.gone_by if action.gone_by >= 0 else trace.ops[trace.forward_ops[-1]].tick, out)
         back = last if action.back_at < 0 else min(action.back_at, last)

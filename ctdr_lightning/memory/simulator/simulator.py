@@ -149,7 +149,7 @@ class Simulator:
         """When each value that is put away elsewhere moves, and how long the step waits for it."""
         if self._transfers is None:
             trips = [
-                Trip(value, action, self.needed(value)[0], self._parts[value].decode_s)
+                Trip(value, action, self.needed(value)[0])
                 for value, action in self._away.items()
                 if isinstance(action, Offload) and value in self._parts
             ]
@@ -157,7 +157,7 @@ class Simulator:
         return self._transfers
 
     def _extra_seconds(self) -> list[tuple[int, float]]:
-        """``(tick, seconds)`` of replays and codecs."""
+        """``(tick, seconds)`` of replays, codecs and what transfers take of the step's computing."""
         found = [(tick, s) for e in self._effects.values() for tick, s, _ in e.replays]
         for value, parts in self._parts.items():
             tick = self.needed(value)[0]

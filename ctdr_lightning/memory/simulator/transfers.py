@@ -26,13 +26,11 @@ class Trip:
         value: Its id.
         action: Where it goes, and when.
         needed: Tick at which it is read; None where it never is.
-        decode_s: What its codecs take then.
     """
 
     value: int
     action: Offload
     needed: int | None
-    decode_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,8 @@ class Link:
         shared: Whether both directions share one rate, so that only one runs at a time.
         granule: Bytes are moved in multiples of this.
         device_bytes: Bytes of the device's memory that the link takes all along: staging buffers.
+        busy_s_per_byte: Time of the step's own computing that each byte costs, either way: where a processor's thread
+            moves it, that shares cores and memory with the step.
 
     Example:
         >>> Link("disk", out_bytes_per_s=1e9, in_bytes_per_s=2e9).seconds(10**9)
@@ -30,6 +32,7 @@ class Link:
     shared: bool = False
     granule: int = 1
     device_bytes: int = 0
+    busy_s_per_byte: float = 0.0
 
     def seconds(self, n_bytes: int) -> tuple[float, float]:
         """Time of one transfer, out and back."""

@@ -306,6 +306,7 @@ class Trace(MadeOnce):
         _require(-1 <= self.n_training < MAX_REGIONS, "the number of training modules")
         for link in self.links:
             _require(min(link.out_bytes_per_s, link.in_bytes_per_s) > 0 and link.latency_s >= 0, "a link's rate")
+            _require(0 <= link.busy_s_per_byte < inf, "the computing that a link's bytes cost")
             _require(link.granule > 0 and 0 <= link.device_bytes < MAX_BYTES, "a link's bytes")
         for codec in self.codecs:
             _require(codec.payload_bits >= 0 and codec.side_bits >= 0, "a codec's bits")

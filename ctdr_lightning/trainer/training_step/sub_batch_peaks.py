@@ -85,6 +85,8 @@ class SubBatchPeaks:
         if whole and self._fits(1):
             return 1
         most = self.n_samples
+        if self.needs(most).least_bytes > self._limit_bytes:  # weights alone, perhaps: each other number is a recording
+            return 0
         # plans take seconds where they are tight: what no plan can do is left out before
         least = largest(lambda number: self.needs(number).least_bytes > self._limit_bytes, 1, most) + 1
         number = least + largest(lambda more: not self._fits(least - 1 + more), 0, most - least + 1)

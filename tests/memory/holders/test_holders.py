@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from ctdr_lightning.basics.errors import ConfigError, OffloadError
 from ctdr_lightning.basics.torch_private import profiler_events
-from ctdr_lightning.memory.holders import HOLDERS, HolderOptions
+from ctdr_lightning.memory.holders import HOLDERS, HolderOptions, measure
 from ctdr_lightning.memory.holders.base import Holders
 from ctdr_lightning.memory.holders.disk import STAGING_BYTES
 from ctdr_lightning.memory.holders.extents import Extents
@@ -132,6 +133,34 @@ def test_links_are_measured(tmp_path):
     for link in measure_links(HOLDERS, HolderOptions(folder=tmp_path)):
         assert min(link.out_bytes_per_s, link.in_bytes_per_s) > 1e6
         assert link.device_bytes == (2 * STAGING_BYTES if link.to == "disk" else 0)
+        assert 0 <= link.busy_s_per_byte < 1e-7
+
+
+class _Interfering:
+    """A holder whose transfers take their time from whoever computes meanwhile: a computer and a holder at once."""
+
+    def __init__(self, transfer_s):
+        self._transfer_s = transfer_s
+        self._owed_s = 0.0
+
+    def put(self, tensors):
+        self._start()
+        return SimpleNamespace(gone=lambda: None, start=self._start, fetch=lambda: None)
+
+    def _start(self):
+        self._owed_s += self._transfer_s
+
+    def seconds(self):
+        owed_s, self._owed_s = self._owed_s, 0.0
+        return 1e-3 + owed_s
+
+
+@pytest.mark.parametrize(("transfer_s", "per_byte_s"), [(2e-3, 2e-6), (0.0, 0.0)])
+def test_computing_beside_a_transfer_is_compared_with_computing_alone(transfer_s, per_byte_s, monkeypatch):
+    both = _Interfering(transfer_s)
+    monkeypatch.setattr(measure, "_Computing", lambda at_least_s: both)
+    source = torch.zeros(1000, dtype=torch.uint8)
+    assert measure._busy_s_per_byte(both, source, 1e-3) == pytest.approx(per_byte_s)
 
 
 def test_the_file_has_no_name(tmp_path):

@@ -154,3 +154,17 @@ def test_staging_buffers_are_there_as_soon_as_a_link_is_used():
     one = Simulator(trace, {first: Offload("disk", (), 0, late, late)})
     two = Simulator(trace, {v: Offload("disk", (), 0, late, late) for v in (first, second)})
     assert one.bytes_at()[0] == two.bytes_at()[0] == Simulator(trace).bytes_at()[0] + 3
+
+
+def test_what_a_byte_costs_of_the_steps_computing_counts_both_ways_without_a_wait():
+    trace = graph_trace(chain([4] * 6))
+    value = next(v for v in trace.saved if facts_of(trace)[v].movable)
+    actions = {value: Offload("disk", (), 0, 1, 2)}
+    fast, busy = (
+        Simulator(trace.with_machine([Link("disk", 1e9, 1e9, busy_s_per_byte=cost)]), actions).timeline()
+        for cost in (0.0, 0.25)
+    )
+    assert busy.seconds - fast.seconds == pytest.approx(2 * 4 * 0.25)
+    assert busy.transfers.waits_s == pytest.approx(fast.transfers.waits_s, abs=1e-6)
+    assert busy.peak_bytes == fast.peak_bytes
+    assert busy.transfers.starts_s[-1] == pytest.approx(busy.seconds)
