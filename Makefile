@@ -17,7 +17,7 @@ help:
 	@echo "make test-slow  the tests that take longer than a minute"
 	@echo "make test-browser  the HTML report in a real Chromium"
 	@echo "make docs       the documentation, in site/"
-	@echo "make bench      all tables against the peers, and outputs/bench/bench.json, on few nets"
+	@echo "make bench      all tables against the peers, and outputs/bench/bench.json, on few nets: 40 minutes"
 	@echo "                BENCH='engine decompose' runs some, BENCH=--full those of the documents, in hours"
 
 demo: $(VENV)/.for-demo

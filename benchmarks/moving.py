@@ -27,7 +27,7 @@ from torch import nn
 
 from benchmarks.figures import markdown, rows_of, write_figures
 from benchmarks.nets import Attention, Net, net_rn18
-from benchmarks.offload import Case, Measured, measured
+from benchmarks.offload import ROUNDS, Case, Measured, measured
 from benchmarks.peak import keep_freed_memory
 from ctdr_lightning.basics.errors import CTDRError
 from ctdr_lightning.basics.units import MIB
@@ -83,11 +83,12 @@ class Bench:
     Args:
         name: In ``NETS``.
         folder: Where the disk's file is.
+        n_rounds: How often each plan is timed.
     """
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, n_rounds: int) -> None:
         self.name = name
-        self.case = Case(NETS[name]())
+        self.case = Case(NETS[name](), n_rounds)
         self._plain = self.case.trace
         self._options = HolderOptions(folder=folder)
         (self._disk,) = measure_links(["disk"], self._options)
@@ -125,10 +126,10 @@ class Bench:
         return row
 
 
-def rows(nets: list[str], tables: list[str], folder: Path) -> Iterator[Row]:
+def rows(nets: list[str], tables: list[str], folder: Path, n_rounds: int) -> Iterator[Row]:
     """Every policy at ratio 1, then `auto` at all ratios."""
     for name in nets:
-        bench = Bench(name, folder)
+        bench = Bench(name, folder, n_rounds)
         if "policies" in tables:
             yield from (bench.measured(policy, 1.0) for policy in moving_policies())
         if "ratios" in tables:
@@ -184,6 +185,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("tables", nargs="*", choices=["policies", "ratios", []], help="which tables; all by default")
     parser.add_argument("--nets", nargs="+", default=list(NETS), choices=list(NETS))
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--folder", type=Path, default=Path("outputs/moving"))
     parser.add_argument("--disk", type=Path, default=_in_memory(), help="where the disk's file is")
     options = parser.parse_args()
@@ -191,7 +193,8 @@ def main() -> int:
     torch.set_num_threads(1)
     file = options.folder / "moving.json"
     known = {_key(row): row for row in (rows_of(file.read_text(), "rows", Row) if file.exists() else [])}
-    for row in rows(options.nets, options.tables or ["policies", "ratios"], options.disk):
+    tables = options.tables or ["policies", "ratios"]
+    for row in rows(options.nets, tables, options.disk, options.rounds):
         print(row, flush=True)
         known[_key(row)] = row
         write_figures(file, rows=list(known.values()))

@@ -36,6 +36,7 @@ from ctdr_lightning.memory.holders.base import HolderOptions, Holders
 from ctdr_lightning.memory.holders.measure import measure_codecs, measure_links
 from ctdr_lightning.memory.search.together import free_codecs
 
+# With three rounds T5's codecs took x.96 in one run and x1.17 in another.
 ROUNDS = 7
 BOTH = "auto, with a disk"
 
@@ -138,10 +139,16 @@ class Row(Measured):
 
 
 class Case:
-    """A net and its step, with the plain step's trace and gradients."""
+    """A net and its step, with the plain step's trace and gradients.
 
-    def __init__(self, made: Net) -> None:
+    Args:
+        made: The net, its inputs and its step.
+        n_rounds: How often each plan is timed.
+    """
+
+    def __init__(self, made: Net, n_rounds: int = ROUNDS) -> None:
         self.net, self.inputs, self._step = made
+        self.n_rounds = n_rounds
         self.net.train()
         self.want = self.run()
         self.net.zero_grad(set_to_none=True)  # or they would stand in the recorded step, and be added to
@@ -164,10 +171,10 @@ class Case:
         return [p.grad.clone() for p in self.net.parameters() if p.grad is not None]
 
 
-def times(steps: list[Callable[[], object]]) -> list[tuple[float, float]]:
-    """Median wall and processor seconds of each step, run in turns."""
+def times(steps: list[Callable[[], object]], n_rounds: int) -> list[tuple[float, float]]:
+    """Median wall and processor seconds of each step, run in turns after one round to warm up."""
     taken: list[list[tuple[float, float]]] = [[] for _ in steps]
-    for round_number in range(ROUNDS + 1):
+    for round_number in range(n_rounds + 1):
         for step, found in zip(steps, taken, strict=True):
             wall_s, thread_s = time.perf_counter(), time.thread_time()
             step()
@@ -178,7 +185,9 @@ def times(steps: list[Callable[[], object]]) -> list[tuple[float, float]]:
 
 def measured(case: Case, plans: Sequence[Plan], holders: Holders) -> Iterator[Measured]:
     """The plain step and plans in turns, then their peaks and gradients."""
-    (wall_s, thread_s), *taken = times([case.step, *(partial(case.step, made, holders) for made in plans)])
+    (wall_s, thread_s), *taken = times(
+        [case.step, *(partial(case.step, made, holders) for made in plans)], case.n_rounds
+    )
     resident = case.trace.resident_bytes
     plain_bytes = step_peak_bytes(case.net, case.step) + resident  # only now: oneDNN's caches are warm for all
     for made, (its_wall_s, its_thread_s) in zip(plans, taken, strict=True):
@@ -207,10 +216,10 @@ def any_to(made: Plan, holder: str) -> bool:
     return any(getattr(action, "to", None) == holder for action in made.away.values())
 
 
-def disk_rows(name: str, folder: Path) -> Iterator[Row]:
+def disk_rows(name: str, folder: Path, n_rounds: int) -> Iterator[Row]:
     """Recomputation alone, and `auto` with a disk besides, at shares of a net's peak above its weights."""
     make, shares = DISK_NETS[name]
-    case = Case(make())
+    case = Case(make(), n_rounds)
     plain, options = case.trace, HolderOptions(folder=folder)
     with_disk = plain.with_machine(measure_links(["disk"], options))
     for share in shares:
@@ -230,9 +239,9 @@ def _made(trace: Trace, budget: int) -> Plan | None:
         return None
 
 
-def codec_rows(name: str, folder: Path) -> Iterator[Row]:
+def codec_rows(name: str, folder: Path, n_rounds: int) -> Iterator[Row]:
     """Exact codecs alone: nothing is recomputed, nothing moved."""
-    case = Case(CODEC_NETS[name]())
+    case = Case(CODEC_NETS[name](), n_rounds)
     case.trace = case.trace.with_machine(codecs=measure_codecs())
     free = free_codecs(case.trace)
     made = plan(case.trace, policy=lambda step, budget: free)
@@ -271,12 +280,12 @@ def _times(row: Row) -> list[str]:
     return [f"x{times:.3f}" for times in (row.wall, row.processor, row.predicted)]
 
 
-def rows(tables: list[str], nets: list[str], folder: Path) -> Iterator[Row]:
+def rows(tables: list[str], nets: list[str], folder: Path, n_rounds: int) -> Iterator[Row]:
     """The rows that were asked for."""
     for table, of_table, made in (("codecs", CODEC_NETS, codec_rows), ("disk", DISK_NETS, disk_rows)):
         for name in of_table if table in tables else ():
             if not nets or name in nets:
-                yield from made(name, folder)
+                yield from made(name, folder, n_rounds)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -284,6 +293,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("tables", nargs="*", choices=["disk", "codecs", []], help="which tables; all by default")
     parser.add_argument("--nets", nargs="+", default=[], choices=[*CODEC_NETS, *DISK_NETS], help="all by default")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--folder", type=Path, default=Path("outputs/offload"))
     parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="where the disk's file is")
     options = parser.parse_args(arguments)
@@ -291,7 +301,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     file = options.folder / "offload.json"
     known = {_key(row): row for row in (rows_of(file.read_text(), "rows", Row) if file.exists() else [])}
-    for row in rows(options.tables or ["codecs", "disk"], options.nets, options.disk):
+    for row in rows(options.tables or ["codecs", "disk"], options.nets, options.disk, options.rounds):
         print(row, flush=True)
         known[_key(row)] = row
         write_figures(file, rows=list(known.values()))

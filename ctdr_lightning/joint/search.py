@@ -337,12 +337,12 @@ class JointSearch:
         if fast:
             best = min(fast, key=lambda r: r.seconds)
             slowdown = max(best.measured_slowdown, best.seconds / self._pricer.dense.seconds)
-            hint = f"At {slowdown:.2f} dense steps it fits: write max_slowdown={slowdown + 0.05:.2f}."
+            hint = f"It fits at x{slowdown:.2f}: write max_slowdown={slowdown + 0.05:.2f}."
         hint = self._allowance.remedy() or hint
         return InfeasibleBudgetError(
-            f"No ranks and plan fit {wanted} within {self._limits.slowdown:g} dense steps: the least peak found is "
-            f"{format_bytes(row.peak_bytes)}, at {row.share:.0%} of the {row.resource}, where the outputs' KL is "
-            f"{row.loss:.4f} nats.",
+            f"No ranks and plan fit {wanted} within x{self._limits.slowdown:g} of the dense step's time: the least "
+            f"peak found is {format_bytes(row.peak_bytes)}, at {row.share:.0%} of the {row.resource}, where the "
+            f"outputs' KL is {row.loss:.4f} nats.",
             hint,
             least_peak_bytes=row.peak_bytes,
         )

@@ -35,7 +35,7 @@ def test_the_tables_of_figures(tmp_path):
 
 def test_rows_of_a_disk_are_measured(monkeypatch, tmp_path):
     monkeypatch.setitem(offload.DISK_NETS, "small", (small, (0.9, 0.01)))
-    first, *_, last = list(disk_rows("small", tmp_path))
+    first, *_, last = list(disk_rows("small", tmp_path, n_rounds=1))
     assert first.equal
     assert 0 < first.peak_bytes < first.plain_bytes
     assert first.processor > 0
@@ -44,6 +44,6 @@ def test_rows_of_a_disk_are_measured(monkeypatch, tmp_path):
 
 def test_a_row_of_codecs_is_measured(monkeypatch, tmp_path):
     monkeypatch.setitem(offload.CODEC_NETS, "small", small)
-    (row,) = codec_rows("small", tmp_path)
+    (row,) = codec_rows("small", tmp_path, n_rounds=1)
     assert row.equal
     assert row.resident_bytes < row.peak_bytes < row.plain_bytes

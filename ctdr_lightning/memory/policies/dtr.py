@@ -127,6 +127,7 @@ class Projection:
         self._others = self._without(step.plain_bytes_at)
         self._last: dict[int, int] = {}
         self._here: set[int] = set()
+        self._here_bytes = 0
         self._now = 0
         self._evicted: dict[int, EvictedSet] = {}
         self._times: dict[int, int] = {}
@@ -190,13 +191,20 @@ class Projection:
         elif kind == "ask":
             self._fetch(value, tick)
         elif kind == "end":
-            self._here.discard(value)
+            self._go(value)
             self._evicted.pop(value, None)
             self._bytes.pop(value, None)
 
     def _come(self, value: int) -> None:
-        self._here.add(value)
+        if value not in self._here:
+            self._here.add(value)
+            self._here_bytes += self._bytes[value]
         self._evicted.pop(value, None)
+
+    def _go(self, value: int) -> None:
+        if value in self._here:
+            self._here.remove(value)
+            self._here_bytes -= self._bytes[value]
 
     def _leave(self, value: int) -> None:
         """A value is evicted, or an unsaved one dies: its cost joins that of its evicted neighbourhood."""
@@ -223,13 +231,11 @@ class Projection:
             self._last[current] = self._now
 
     def _make_room(self, tick: int) -> None:
-        live = int(self._others[tick]) + sum(self._bytes[v] for v in self._here)
-        while live > self._budget_bytes:
+        while int(self._others[tick]) + self._here_bytes > self._budget_bytes:
             victim = self._choose(tick)
             if victim is None:
                 return
-            live -= self._bytes[victim]
-            self._here.discard(victim)
+            self._go(victim)
             self._leave(victim)
             self._times[victim] = self._times.pop(victim, 0) + 1
 
