@@ -32,8 +32,9 @@ def build(name: str, what: str, example: str) -> Any:
     except CTDRError:
         raise
     except Exception as error:  # somebody else's code: it may raise anything
+        missing = f"Install {error.name}, or write" if isinstance(error, ModuleNotFoundError) else "Write"
         raise ConfigError(
-            f"{what} {name!r} cannot be built: {first_line(error)}.", f"Write module:callable, such as {example}."
+            f"{what} {name!r} cannot be built: {first_line(error)}.", f"{missing} module:callable, such as {example}."
         ) from error
 
 
