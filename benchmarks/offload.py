@@ -105,7 +105,7 @@ class Measured:
         wall: Measured time over that of the plain step.
         processor: The same of the stepping thread alone.
         predicted: Simulated time over that of the plain step.
-        moved_bytes: Bytes moved, both ways.
+        moved_bytes: Bytes that leave the device.
         equal: Whether every gradient is the plain step's, to the bit.
     """
 
@@ -146,7 +146,7 @@ class Case:
         n_rounds: How often each plan is timed.
     """
 
-    def __init__(self, made: Net, n_rounds: int = ROUNDS) -> None:
+    def __init__(self, made: Net, n_rounds: int) -> None:
         self.net, self.inputs, self._step = made
         self.n_rounds = n_rounds
         self.net.train()

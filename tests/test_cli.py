@@ -186,7 +186,9 @@ def test_planning_with_a_rank_plans_the_decomposed_model(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["decompose", "nowhere:net"], "Install nowhere, or write module:callable, such as"),
+        (["decompose", "nowhere:net"], "cannot be built"),
+        (["decompose", "nowhere:net"], "HINT: Install nowhere, or write module:callable, such as"),
+        (["decompose", "json.nothing:net"], "HINT: Write module:callable, such as"),
         (["decompose", "json:dumps"], "cannot be built"),
         (["decompose", "collections:OrderedDict"], "is a OrderedDict, no nn.Module"),
         (["decompose", NAME, "--rank", "-1"], "rank"),

@@ -32,10 +32,17 @@ def build(name: str, what: str, example: str) -> Any:
     except CTDRError:
         raise
     except Exception as error:  # somebody else's code: it may raise anything
-        missing = f"Install {error.name}, or write" if isinstance(error, ModuleNotFoundError) else "Write"
+        hint = f"module:callable, such as {example}."
         raise ConfigError(
-            f"{what} {name!r} cannot be built: {first_line(error)}.", f"{missing} module:callable, such as {example}."
+            f"{what} {name!r} cannot be built: {first_line(error)}.",
+            f"Install {package}, or write {hint}" if (package := _missing(error)) else f"Write {hint}",
         ) from error
+
+
+def _missing(error: Exception) -> str:
+    """The package that is not installed; empty where it is another error, or only a part of a package is not there."""
+    name = (isinstance(error, ModuleNotFoundError) and error.name) or ""
+    return "" if "." in name else name
 
 
 def build_model(name: str) -> nn.Module:

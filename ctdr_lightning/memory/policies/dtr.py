@@ -44,10 +44,10 @@ SAMPLE = 24
 # Work of the simulator on that, over all budgets: about two seconds. Where most of a net is one group (a TreeLSTM at a
 # fifth of its peak) it would be minutes.
 MOST_WORK = 400_000
-# Candidates that an eviction compares. With all of 6,000 an LSTM took 7 s for a projection at half its peak, x1.289,
-# with 128 of them 2.4 s, x1.277; a TreeLSTM at 0.2 fits with 128 alone.
+# Candidates that an eviction compares. With all of an LSTM (1,792) a projection at half its peak took 7 s, x1.289,
+# with 128 of them 2.4 s, x1.277; a TreeLSTM at 0.2 fits with 128 alone. Other numbers were not tried.
 MOST_CANDIDATES = 128
-# The policy thrashes where it takes so many times the plain step. Wherever a plan fitted, on 20 nets at four budgets,
+# The policy thrashes where it takes so many times the plain step. Wherever a plan fitted, on 18 nets at four budgets,
 # it took x4 at most; one projection in which an LSTM took x11 was a minute's work.
 THRASHES = 8
 # So many lowered budgets in a row may leave the least peak as it is before it is given up. Not tuned.

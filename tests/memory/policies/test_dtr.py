@@ -6,7 +6,7 @@ import pytest
 
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.memory import POLICIES, Budget, Prepared, Simulator, simulate
-from ctdr_lightning.memory.policies.dtr import Projection
+from ctdr_lightning.memory.policies.dtr import MOST_CANDIDATES, THRASHES, Projection
 from tests.memory.graphs import chain, graph_trace, residual
 from tests.memory.policies.test_conformance import benched
 
@@ -56,3 +56,29 @@ def test_the_plan_is_as_fast_as_the_rule_itself(name, lowest):
         rule.run()
         if share >= lowest:
             assert POLICIES["dtr"](step, Budget(peak_bytes=limit)).seconds <= 1.1 * rule.seconds
+
+
+def test_of_many_candidates_a_sample_is_compared_which_is_the_same_each_time():
+    step = Prepared(graph_trace(chain([8] * 400)))
+    compared = []
+
+    class Counting(Projection):
+        def _score(self, value):
+            compared.append(value)
+            return super()._score(value)
+
+    room = step.plain_peak_bytes - 8
+    first, second = Counting(step, room).run(), Counting(step, room).run()
+    assert first == second
+    assert len(compared) == 2 * MOST_CANDIDATES * sum(first.values())
+
+
+def test_a_policy_that_thrashes_is_given_up():
+    step = Prepared(graph_trace(chain([8] * 200)))
+    rule = Projection(step, 16)
+    rule.run()
+    assert rule.thrashes
+    assert rule.seconds < 2 * THRASHES * step.trace.seconds
+    with pytest.raises(InfeasibleBudgetError) as found:
+        POLICIES["dtr"](step, Budget(peak_bytes=16))
+    assert 16 < found.value.least_peak_bytes <= step.plain_peak_bytes

@@ -3,6 +3,7 @@
 import random
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from ctdr_lightning import CTDRCallback
 from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError
 from ctdr_lightning.basics.units import parse_bytes
 from ctdr_lightning.trainer.training_step.batch_parts import n_samples, parts_of
+from ctdr_lightning.trainer.training_step.sub_batch_peaks import SubBatchPeaks
 from tests import forks, parts
 from tests.trainer.training_step.test_whole_batch import TruePeak
 
@@ -532,3 +534,17 @@ def test_a_backward_that_runs_out_of_memory_runs_again_where_it_adds_to_no_gradi
     assert parts.same(plain.module.state_dict(), cut.module.state_dict())
     with pytest.raises(torch.OutOfMemoryError, match="cannot be run again"):
         three_parts(RunsOutInBackward(9))
+
+
+def test_where_one_sample_is_too_much_no_other_number_is_recorded(monkeypatch):
+    asked = []
+
+    def needs(self, number):
+        asked.append(number)
+        return SimpleNamespace(least_bytes=2048)
+
+    monkeypatch.setattr(SubBatchPeaks, "needs", needs)
+    whole = ((torch.zeros(64, 3),), {})
+    peaks = SubBatchPeaks(lambda inputs: None, [], whole, lambda trace, inputs: None, 1024, "auto")
+    assert peaks.fewest(whole=False) == 0
+    assert asked == [64]
