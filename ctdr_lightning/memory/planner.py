@@ -96,7 +96,10 @@ def _infeasible(
     """The error, with the plan of the default policy, which looks at every other's, to compare with."""
     assert limits.peak_bytes is not None
     auto = POLICIES["auto"]
-    best = made if made is not None and policy is auto else _chosen(step, limits, auto)
+    # Several policies may fail at one budget of one step: the plan they are compared with is made once.
+    best = step.once(
+        ("closest", limits), lambda: made if made is not None and policy is auto else _chosen(step, limits, auto)
+    )
     words = "" if isinstance(asked, Budget) else as_given(asked, limits.peak_bytes)
     return infeasible(best, limits.peak_bytes, policy.name, least_bytes, words)
 

@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from functools import cache
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.units import parse_bytes
 from ctdr_lightning.cli import main
 from ctdr_lightning.joint import pricing, search
-from ctdr_lightning.memory import max_batch, plan, record_fake
+from ctdr_lightning.memory import Prepared, max_batch, plan, record_fake
 from tests import parts
 
 NAMED = re.compile(r"aise (?:memory_budget|--budget) to ([\d.]+ [KMG]?i?B)")
@@ -46,32 +47,38 @@ EACH = [(kind, policy, share) for kind in STEPS for policy in POLICIES for share
 FEW = [("convolutions", "auto", 0.5), ("convolutions", "sqrt", 0.5), ("one layer", "auto", 0.98)]
 
 
+@cache
+def step_of(kind):
+    net, batch = STEPS[kind]()
+    trace = record_fake(net, batch, lambda net, x: net(x).sum(), device="a100")
+    return Prepared(trace.with_static(12_345))
+
+
 @pytest.mark.parametrize(
     ("kind", "policy", "share"), [pytest.param(*e, marks=[] if e in FEW else pytest.mark.slow) for e in EACH]
 )
 def test_the_planner(kind, policy, share):
-    net, batch = STEPS[kind]()
-    trace = record_fake(net, batch, lambda net, x: net(x).sum(), device="a100").with_static(12_345)
+    step = step_of(kind)
     try:
-        least = plan(trace, 1, policy).peak_bytes
+        least = plan(step, 1, policy).peak_bytes
     except InfeasibleBudgetError as error:
         least = error.least_peak_bytes
     try:
-        made = plan(trace, max(int(share * least), 1), policy)
+        made = plan(step, max(int(share * least), 1), policy)
     except InfeasibleBudgetError as error:
         if "fits it, with a step of" in error.hint:  # another policy is the remedy
-            made = plan(trace, max(int(share * least), 1), re.search(r"Policy '(\w+)'", error.hint)[1])
+            made = plan(step, max(int(share * least), 1), re.search(r"Policy '(\w+)'", error.hint)[1])
         else:
             asked = named(error)
-            made = plan(trace, asked, policy if policy == "auto" else best_of(trace, asked, policy))
+            made = plan(step, asked, policy if policy == "auto" else best_of(step, asked, policy))
             assert made.peak_bytes <= parse_bytes(asked)
     assert made.peak_bytes <= made.budget_bytes
 
 
-def best_of(trace, asked, policy):
+def best_of(step, asked, policy):
     """The policy itself where its least peak is the least of all, else the one that every error compares with."""
     try:
-        plan(trace, asked, policy)
+        plan(step, asked, policy)
     except InfeasibleBudgetError:
         return "auto"
     return policy
