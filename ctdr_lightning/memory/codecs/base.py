@@ -128,7 +128,7 @@ def encode(flat: Tensor, codecs: Sequence[str], row: int = 256) -> Stack:
         >>> x = torch.tensor([0.0, 2.0, 0.0, 2.0]).repeat(64)
         >>> stack = encode(x, ["mask"])
         >>> stack.n_bytes, torch.equal(decode(stack), x)
-        (36, True)
+        (32, True)
     """
     stages: list[_Stage] = []
     for name in codecs:

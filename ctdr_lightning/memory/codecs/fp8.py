@@ -26,11 +26,11 @@ class Float8:
             return Encoded(flat, plain=True)
         scale = (largest / _LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
         scaled = (flat.float() / scale).clamp_(-_LARGEST, _LARGEST)
-        return Encoded(scaled.to(torch.float8_e4m3fn).view(torch.uint8), (scale.view(1),))
+        return Encoded(scaled.to(torch.float8_e4m3fn).view(torch.uint8), numbers=(scale.item(),))
 
     def decode(self, encoded: Encoded, like: Tensor) -> Tensor:
         """Widen and scale back."""
-        return (encoded.payload.view(torch.float8_e4m3fn).float() * encoded.side[0]).to(like.dtype)
+        return (encoded.payload.view(torch.float8_e4m3fn).float() * encoded.numbers[0]).to(like.dtype)
 
 
 CODECS.register("fp8")(Float8())

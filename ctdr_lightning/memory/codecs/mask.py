@@ -33,11 +33,13 @@ class Mask:
             _differ(bits, other.view(bits.dtype)).bitwise_xor_(flags).view(torch.uint8).amin() & other.isfinite()
         ):
             return Encoded(flat, plain=True)
-        return Encoded(pack_bits(flags), (other.view(1),), (flat.numel(),))
+        # A number is no tensor: four held bytes for each mask were in no plan. A double holds any float to the bit.
+        return Encoded(pack_bits(flags), numbers=(flat.numel(), other.item()))
 
     def decode(self, encoded: Encoded, like: Tensor) -> Tensor:
         """Unpack to zero and the other value."""
-        return unpack_as(encoded.payload, int(encoded.numbers[0]), encoded.side[0][0])
+        n, other = encoded.numbers
+        return unpack_as(encoded.payload, int(n), other, like)
 
 
 def _differ(bits: Tensor, other: Tensor) -> Tensor:

@@ -43,18 +43,20 @@ def unpack_bits(packed: Tensor, n: int) -> Tensor:
     return _table(packed.device).index_select(0, packed.to(torch.int32)).view(torch.bool)[:n]
 
 
-def unpack_as(packed: Tensor, n: int, one: Tensor) -> Tensor:
+def unpack_as(packed: Tensor, n: int, one: float, like: Tensor) -> Tensor:
     """Undo ``pack_bits`` into another dtype, in one pass: five times as fast as unpacking and converting.
 
     Args:
         packed: Shape ``(ceil(n / 8),)``, dtype uint8.
         n: How many booleans there are.
-        one: What stands for true; shape ``()``. Zero stands for false.
+        one: What stands for true. Zero stands for false.
+        like: A tensor of the dtype that is made.
 
     Returns:
-        Shape ``(n,)``, dtype of ``one``.
+        Shape ``(n,)``, dtype of ``like``.
     """
-    rows = _table(packed.device).view(torch.bool).view(-1, _BYTE) * one
+    flags = _table(packed.device).view(torch.bool).view(-1, _BYTE)
+    rows = like.new_zeros(flags.shape).masked_fill_(flags, one)  # a product would copy the flags to floats first
     return rows.index_select(0, packed.to(torch.int32)).view(-1)[:n]
 
 

@@ -34,7 +34,7 @@ class Sign:
 
     def decode(self, encoded: Encoded, like: Tensor) -> Tensor:
         """Ones where it was positive, else zeros."""
-        return unpack_as(encoded.payload, int(encoded.numbers[0]), like.new_ones(()))
+        return unpack_as(encoded.payload, int(encoded.numbers[0]), 1.0, like)
 
 
 CODECS.register("sign")(Sign())

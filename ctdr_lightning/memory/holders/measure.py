@@ -159,9 +159,13 @@ def _measured_cost(name: str, device: str) -> CodecCost:
     encode_s, small_encode_s, decode_s, small_decode_s = map(median, calls)
     encode_call_s, encode_rate = _line(flat.nbytes, encode_s, small.nbytes, small_encode_s)
     decode_call_s, decode_rate = _line(flat.nbytes, decode_s, small.nbytes, small_decode_s)
+    temporaries = zip(_temporaries(name, flat), _temporaries(name, small), strict=True)
+    (encode_bytes, encode_share), (decode_bytes, decode_share) = (
+        _line(flat.nbytes, many, small.nbytes, few) for many, few in temporaries
+    )
     return CodecCost(
         name, codec.exact, codec.needs, codec.payload_bits, codec.side_bits, codec.drops_zeros,
-        encode_rate, decode_rate, *_temp_shares(name, flat), encode_call_s, decode_call_s,
+        encode_rate, decode_rate, encode_share, decode_share, encode_call_s, decode_call_s, encode_bytes, decode_bytes,
     )  # fmt: skip
 
 
@@ -191,18 +195,18 @@ def _put_away(flat: Tensor, name: str) -> Value:
     return value
 
 
-def _line(many: int, many_s: float, few: int, few_s: float) -> tuple[float, float]:
-    """Seconds of a call whatever its size, and seconds a byte, from a large and a small sample's bytes and seconds."""
-    per_byte = max(many_s - few_s, 0.0) / (many - few) or many_s / many
-    return max(few_s - per_byte * few, 0.0), per_byte
+def _line(many: int, of_many: float, few: int, of_few: float) -> tuple[float, float]:
+    """A call's cost whatever its size, and its cost a byte, from a large and a small sample's bytes and costs."""
+    per_byte = max(of_many - of_few, 0.0) / (many - few) or of_many / many
+    return max(of_few - per_byte * few, 0.0), per_byte
 
 
-def _temp_shares(name: str, flat: Tensor) -> tuple[float, float]:
-    """Bytes that encoding and decoding take besides what they read and make, as shares of the dense bytes."""
+def _temporaries(name: str, flat: Tensor) -> tuple[int, int]:
+    """Bytes that encoding and decoding take besides what they read and make."""
     stack = encode(flat, (name,))
     encoding = _peak_bytes(lambda: encode(flat, (name,)), (flat,)) - stack.n_bytes
     decoding = _peak_bytes(lambda: decode(stack), stack.tensors()) - flat.nbytes
-    return max(encoding, 0) / flat.nbytes, max(decoding, 0) / flat.nbytes
+    return max(encoding, 0), max(decoding, 0)
 
 
 def _peak_bytes(run: Callable[[], object], reads: Sequence[Tensor]) -> int:

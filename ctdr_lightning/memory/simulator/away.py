@@ -140,9 +140,9 @@ def away_effect(trace: Trace, value: int, action: Away, needed: int | None, unti
         found.append((made, last, packed))
     if costs:
         as_measured = dense * temporary_growth(facts_of(trace)[value])
-        found.append((out, out, ceil(as_measured * max(cost.encode_temp_share for cost in costs))))
+        found.append((out, out, max(cost.encode_temporaries(as_measured) for cost in costs)))
         if needed is not None:
-            found += [(needed, needed, ceil(as_measured * max(cost.decode_temp_share for cost in costs)))]
+            found.append((needed, needed, max(cost.decode_temporaries(as_measured) for cost in costs)))
             found.append((needed, until, dense))
         gone = out if isinstance(action, Offload) else gone
     return AwayEffect(gone, tuple(i for i in found if i[1] >= i[0]), encode_s + decode_s, decode_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,8 @@ class CodecCost:
         decode_temp_share: Bytes that decoding takes meanwhile, as a share of the output's.
         encode_call_s: Time that encoding takes besides, whatever the size.
         decode_call_s: The same of decoding.
+        encode_temp_bytes: Bytes that encoding takes meanwhile besides, whatever the size.
+        decode_temp_bytes: The same of decoding.
         only_faster: Whether it is there to make steps faster and no budget fit, as nobody asked for it.
     """
 
@@ -72,6 +75,8 @@ class CodecCost:
     decode_temp_share: float = 1.0
     encode_call_s: float = 0.0
     decode_call_s: float = 0.0
+    encode_temp_bytes: float = 0.0
+    decode_temp_bytes: float = 0.0
     only_faster: bool = False
 
     def encode_seconds(self, n_bytes: int) -> float:
@@ -81,3 +86,11 @@ class CodecCost:
     def decode_seconds(self, n_bytes: int) -> float:
         """Time to decode so many bytes."""
         return self.decode_call_s + n_bytes * self.decode_s_per_byte
+
+    def encode_temporaries(self, n_bytes: float) -> int:
+        """Bytes that encoding so many bytes takes meanwhile."""
+        return ceil(self.encode_temp_bytes + n_bytes * self.encode_temp_share)
+
+    def decode_temporaries(self, n_bytes: float) -> int:
+        """Bytes that decoding so many bytes takes meanwhile."""
+        return ceil(self.decode_temp_bytes + n_bytes * self.decode_temp_share)

@@ -310,6 +310,7 @@ class Trace(MadeOnce):
             _require(link.granule > 0 and 0 <= link.device_bytes < MAX_BYTES, "a link's bytes")
         for codec in self.codecs:
             _require(codec.payload_bits >= 0 and codec.side_bits >= 0, "a codec's bits")
+            _require(min(codec.encode_temp_bytes, codec.decode_temp_bytes) >= 0, "a codec's temporaries")
 
 
 def _require(holds: bool, what: str) -> None:
