@@ -153,6 +153,9 @@ class Case:
         self.want = self.run()
         self.net.zero_grad(set_to_none=True)  # or they would stand in the recorded step, and be added to
         self.trace = record(lambda: self._step(self.net, self.inputs))
+        held = (*self.net.parameters(), *self.net.buffers(), self.inputs)
+        # Of the net itself, as the trace also counts constants that a step makes: those of T5 would count twice.
+        self.resident_bytes = sum(tensor.nbytes for tensor in held)
 
     def step(self, made: Plan | None = None, holders: Holders | None = None) -> None:
         """One step, plain or under a plan."""
@@ -188,7 +191,7 @@ def measured(case: Case, plans: Sequence[Plan], holders: Holders) -> Iterator[Me
     (wall_s, thread_s), *taken = times(
         [case.step, *(partial(case.step, made, holders) for made in plans)], case.n_rounds
     )
-    resident = case.trace.resident_bytes
+    resident = case.resident_bytes
     plain_bytes = step_peak_bytes(case.net, case.step) + resident  # only now: oneDNN's caches are warm for all
     for made, (its_wall_s, its_thread_s) in zip(plans, taken, strict=True):
         staging = sum(link.device_bytes for link in case.trace.links if any_to(made, link.to))
@@ -206,7 +209,7 @@ def measured(case: Case, plans: Sequence[Plan], holders: Holders) -> Iterator[Me
 
 def rows_under(case: Case, name: str, share: float, plans: dict[str, Plan], holders: Holders) -> Iterator[Row]:
     """A row for each plan of a net."""
-    resident = case.trace.resident_bytes
+    resident = case.resident_bytes
     for plan_name, found in zip(plans, measured(case, list(plans.values()), holders), strict=True):
         yield Row(name, plan_name, share, resident_bytes=resident, **vars(found))
 
