@@ -3,7 +3,7 @@
 import pytest
 
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
-from ctdr_lightning.memory import POLICIES, Budget, Trace, plan, simulate
+from ctdr_lightning.memory import POLICIES, Budget, Prepared, Trace, plan, simulate
 from ctdr_lightning.memory.bounds.lower_bound import lower_bound_seconds
 from ctdr_lightning.memory.search.fastest import NO_GAP
 from tests.memory.graphs import GRAPHS, chain, graph_trace
@@ -25,12 +25,13 @@ def at(trace, share):
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "residual")) for n in TRACES])
 def test_it_is_no_worse_than_any_other(name):
     trace = TRACES[name]()
+    step = Prepared(trace)
     for share in SHARES:
         budget = Budget(peak_bytes=at(trace, share))
-        mine = simulate(trace, POLICIES["auto"](trace, budget).actions)
+        mine = simulate(trace, POLICIES["auto"](step, budget).actions)
         for policy in others:
             try:
-                other = simulate(trace, POLICIES[policy](trace, budget).actions)
+                other = simulate(trace, POLICIES[policy](step, budget).actions)
             except InfeasibleBudgetError:
                 continue
             if other.peak_bytes <= budget.peak_bytes:
@@ -44,10 +45,11 @@ def test_it_is_no_worse_than_any_other(name):
 def test_less_memory_takes_no_less_time(name):
     """Each budget is searched by itself, to a quarter of a percent of its bound."""
     trace = TRACES[name]()
+    step = Prepared(trace)
     before = 0.0
     for percent in range(100, 20, -10):
         budget = at(trace, percent / 100)
-        found = simulate(trace, POLICIES["auto"](trace, Budget(peak_bytes=budget)).actions)
+        found = simulate(trace, POLICIES["auto"](step, Budget(peak_bytes=budget)).actions)
         if found.peak_bytes > budget:
             break
         assert found.seconds >= before * (1 - 0.005)
