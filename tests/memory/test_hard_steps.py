@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from ctdr_lightning import CTDRCallback
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
-from ctdr_lightning.memory import Plan, Session, Trace, plan
+from ctdr_lightning.memory import Budget, Plan, Session, Trace, plan
 from tests.memory.hard_steps import HARD
 from tests.memory.harness import Bench, check
 from tests.memory.leaks import assert_nothing_is_installed
@@ -40,8 +40,10 @@ def test_in_a_session_under_a_budget(name):
     budget_bytes = int(SHARE * bench.peak_bytes())
 
     def planner(trace: Trace) -> Plan:
+        # The error compares with the default policy's plan: a short search will do.
+        limits = Budget(peak_bytes=trace.resident_bytes + budget_bytes, time_limit_s=0.5)
         try:
-            return plan(trace, trace.resident_bytes + budget_bytes, "capuchin")
+            return plan(trace, limits, "capuchin")
         except InfeasibleBudgetError as error:
             return plan(trace, error.least_peak_bytes, "capuchin")
 

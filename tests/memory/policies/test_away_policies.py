@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
-from ctdr_lightning.memory import POLICIES, RECOMPUTE, Budget, Plan, Simulator, Tape, plan, simulate
+from ctdr_lightning.memory import POLICIES, RECOMPUTE, Budget, Plan, Prepared, Simulator, Tape, plan, simulate
 from ctdr_lightning.memory.codecs import CODECS
 from ctdr_lightning.memory.holders import HolderOptions
 from ctdr_lightning.memory.holders.base import Holders
@@ -49,15 +49,21 @@ def benched(name):
     return bench, bench.run(), trace.with_machine([Link(to, rate, rate) for to in ("host", "disk")], EXACT)
 
 
+@cache
+def step_of(name):
+    """The same trace, with what all policies make of it."""
+    return Prepared(benched(name)[2])
+
+
 def limit(trace, share):
     peak = simulate(trace).peak_bytes
     return None if share is None else trace.resident_bytes + int(share * (peak - trace.resident_bytes))
 
 
-def planned(trace, budget, policy):
+def planned(step, budget, policy):
     """The plan, or the error that says that there is none."""
     try:
-        return plan(trace, budget, policy)
+        return plan(step, budget, policy)
     except InfeasibleBudgetError as error:
         return error
 
@@ -68,7 +74,7 @@ def planned(trace, budget, policy):
 def test_plans_fit_round_trip_and_are_exact(policy, net, share, tmp_path):
     bench, plain, trace = benched(net)
     budget = limit(trace, share)
-    made = planned(trace, Budget(peak_bytes=budget), policy)
+    made = planned(step_of(net), Budget(peak_bytes=budget), policy)
     if not isinstance(made, Plan):
         assert made.least_peak_bytes > budget
         assert made.hint
@@ -88,7 +94,7 @@ def test_plans_fit_round_trip_and_are_exact(policy, net, share, tmp_path):
 @pytest.mark.parametrize("policy", [*MOVING, *BOTH])
 def test_what_moves_is_asked_back_where_the_tape_hears(policy, net):
     trace = benched(net)[2]
-    made, heard = plan(trace, None, policy), bells_of(trace)
+    made, heard = plan(step_of(net), None, policy), bells_of(trace)
     needed = Simulator(trace, made.actions).needed
     for value, action in made.away.items():
         if isinstance(action, Offload):
