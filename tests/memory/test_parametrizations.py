@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
 
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
-from ctdr_lightning.memory import Plan, Recorder, Session, Tape, Trace, plan, simulate
+from ctdr_lightning.memory import Budget, Plan, Prepared, Recorder, Session, Tape, Trace, plan, simulate
 from ctdr_lightning.memory.tape.online import Evictor
 from ctdr_lightning.memory.values.live_bytes import PeakMeter
 from tests.memory.hard_steps import Symmetric
@@ -92,10 +92,13 @@ def test_a_session_holds_its_budget_from_the_first_step_on(kind: str, convs: boo
     budget_bytes = int(share * bench.peak_bytes())
 
     def planner(trace: Trace) -> Plan:
+        step = Prepared(trace)
+        # What does not fit is searched to the end of the time: here of a quarter of the usual.
+        limits = Budget(peak_bytes=trace.resident_bytes + budget_bytes, time_limit_s=1.25)
         try:
-            return plan(trace, trace.resident_bytes + budget_bytes)
+            return plan(step, limits)
         except InfeasibleBudgetError as error:
-            return plan(trace, error.least_peak_bytes)
+            return plan(step, replace(limits, peak_bytes=error.least_peak_bytes))
 
     session = Session(planner, budget_bytes=budget_bytes)
     measured = []
