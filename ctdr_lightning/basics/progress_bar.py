@@ -10,11 +10,14 @@ import math
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TypeVar
+
+from ctdr_lightning.basics.interrupts import interrupts_held
 
 T = TypeVar("T")
 Show = Callable[[str, int], None]
@@ -36,39 +39,54 @@ class _Task:
 
 
 class _Bar:
-    """What is under way, on the screen once that has lasted."""
+    """What is under way, on the screen once that has lasted.
+
+    A Ctrl-C may come between any two lines, also those that close a bar. So nothing but the frames of what is under way
+    holds a bar, a bar that goes with them is taken down, and no lock is left taken.
+    """
 
     def __init__(self, enabled: bool) -> None:
         self._enabled, self._start_s = enabled, time.perf_counter()
         self.tasks: list[_Task] = []
         self._show: Show | None = None
-        self._stop: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
-        self._timer = threading.Timer(PATIENCE_S, self.say)  # what is under way may last without a word
-        self._timer.daemon = True
+        timer = threading.Timer(PATIENCE_S, _say, [weakref.ref(self)])  # what is under way may last without a word
+        timer.daemon = True
+        self._ends = [weakref.finalize(self, timer.cancel)]
         if enabled:
-            self._timer.start()
+            timer.start()
 
     def say(self) -> None:
         """Show what is done now."""
         if time.perf_counter() - self._start_s < PATIENCE_S:
             return
-        with self._lock:
+        with interrupts_held(), self._lock:
             tasks = list(self.tasks) if self._enabled else []
             if tasks and self._show is None:
-                self._show, self._stop = open_bar(tasks[0].label, tasks[0].total or 1)
+                self._show, stop = open_bar(tasks[0].label, tasks[0].total or 1)
+                self._ends.append(weakref.finalize(self, stop))
             if tasks and self._show is not None:
                 self._show(", ".join(map(str, tasks)), tasks[0].n_done)
 
     def close(self) -> None:
         """Take it down."""
-        self._timer.cancel()
-        with self._lock:
+        with interrupts_held(), self._lock:
             self._enabled = False
-            self._stop()
+            for end in self._ends:
+                end()
 
 
-_now: _Bar | None = None
+def _say(bar: weakref.ref[_Bar]) -> None:
+    there = bar()
+    if there is not None:
+        there.say()
+
+
+_now: weakref.ref[_Bar] | None = None
+
+
+def _open() -> _Bar | None:
+    return None if _now is None else _now()
 
 
 @contextmanager
@@ -79,11 +97,12 @@ def one_bar(enabled: bool = True) -> Iterator[None]:
         enabled: False shows nothing, whatever is tracked inside.
     """
     global _now
-    if _now is not None:
+    if _open() is not None:
         yield
         return
-    _now = bar = _Bar(enabled)
+    bar = _Bar(enabled)
     try:
+        _now = weakref.ref(bar)
         yield
     finally:
         _now = None
@@ -93,10 +112,11 @@ def one_bar(enabled: bool = True) -> Iterator[None]:
 @contextmanager
 def doing(label: str) -> Iterator[None]:
     """Say in the bar that there is, if any, what is done inside."""
-    if _now is None:
+    bar = _open()
+    if bar is None:
         yield
         return
-    with _under_way(_now, _Task(label)):
+    with _under_way(bar, _Task(label)):
         yield
 
 
@@ -124,8 +144,8 @@ def track(items: Iterable[T], label: str, *, total: int, enabled: bool = True) -
         return
     task = _Task(label, total)
     with one_bar():
-        assert _now is not None
-        bar = _now
+        bar = _open()
+        assert bar is not None
         with _under_way(bar, task):
             for task.n_done, item in enumerate(items):
                 bar.say()

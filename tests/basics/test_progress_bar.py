@@ -5,6 +5,7 @@ import time
 import pytest
 
 from ctdr_lightning.basics import progress_bar as progress
+from tests.interrupts import counting
 
 
 def test_silent_when_quick_and_whole(capsys):
@@ -104,3 +105,30 @@ def test_what_lasts_without_a_word_is_said_all_the_same(monkeypatch, capsys):
         pass
     time.sleep(0.2)
     assert lines(capsys) == []
+
+
+def test_no_bar_outlives_an_interrupt_at_any_of_its_lines(monkeypatch):
+    monkeypatch.setattr(progress, "PATIENCE_S", -1.0)
+    down, up = [], []
+
+    def opened(label, total):
+        up.append(label)
+        return lambda text, n_done: None, lambda: down.append(label)
+
+    monkeypatch.setattr(progress, "open_bar", opened)
+
+    def work():
+        with progress.one_bar():
+            for _ in progress.track("ab", "choose", total=2):
+                with progress.doing("record"):
+                    pass
+
+    with counting(work) as counter:
+        work()
+    assert counter.count > 60
+    for at in range(1, counter.count + 1):
+        with counting(work, at=at), pytest.raises(KeyboardInterrupt):
+            work()
+        assert progress._open() is None, at
+        assert down == up, at
+    assert len(up) > counter.count // 2
