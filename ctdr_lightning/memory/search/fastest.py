@@ -9,6 +9,7 @@ from ctdr_lightning.memory.bounds.rounds import MOST_ROUNDS, rounds_of
 from ctdr_lightning.memory.plans.actions import RECOMPUTE_EACH, Actions
 from ctdr_lightning.memory.search.frontier import Point
 from ctdr_lightning.memory.search.local_search import LocalSearch
+from ctdr_lightning.memory.search.parting import parted_plans
 from ctdr_lightning.memory.search.rounding import narrowed_plans, relaxed_plans
 from ctdr_lightning.memory.simulator.prepared import Prepared
 
@@ -88,6 +89,7 @@ class Fastest:
         search = self._search
         search.allow(ROUNDED_SHARE)
         self.prove()
+        self.part()
         self.narrow()
         self.start()
         search.allow(RIVALS_SHARE)
@@ -129,6 +131,14 @@ class Fastest:
             return
         plans = relaxed_plans(self._step, self._limit, self._possible(starts), THRESHOLDS)
         self.polish(plans, gap, START_SHARE)
+
+    def part(self) -> None:
+        """Polish relaxations whose long replays are parted, where the gap is large."""
+        if self.bound_s == float("inf") or self.within(LARGE_GAP):
+            return
+        with self._search.off_the_clock():
+            plans = parted_plans(self._step, self._limit, self.bound_s)
+        self.polish(plans, LARGE_GAP, NARROWED_SHARE)
 
     def narrow(self) -> None:
         """Polish relaxations that limit bytes where the one before broke the budget, where the gap is large."""

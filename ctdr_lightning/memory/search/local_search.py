@@ -254,7 +254,7 @@ class LocalSearch:
     def _most_rewarding(self, reward: np.ndarray, blocked: np.ndarray, live: np.ndarray, limit: int) -> int | None:
         while True:
             move = int(reward.argmax())
-            if reward[move] <= 0:
+            if reward[move] <= 0 or self.done():
                 return None
             reward[move] = 0.0
             trial = self._moves.look(move)

@@ -32,6 +32,11 @@ class Effect:
     work: int
     replays: list[tuple[int, float, list[int]]]
 
+    def bytes_at(self, tick: int) -> int:
+        """What it adds to the bytes at a tick, besides what it prolongs."""
+        stays = sum(n_bytes for first, last, n_bytes in self.intervals if first <= tick <= last)
+        return stays + sum(n_bytes for at, n_bytes in self.bumps if at == tick)
+
 
 def effect_of(index: TraceIndex, stays: Sequence[int], members: Collection[int]) -> Effect:
     """Play the backward for one group of dropped values.
