@@ -82,13 +82,14 @@ def _checkpoints(simulator: Simulator) -> dict[int, Action]:
     """What to hold so that the largest replay at the worst tick falls in two; empty where it cannot be parted."""
     tick = int(simulator.bytes_at().argmax())
     effects, _ = simulator.effects()
-    for effect in sorted(effects, key=lambda effect: -effect.bytes_at(tick)):
-        if not effect.bytes_at(tick):
-            break
+    there = [(n_bytes, effect) for effect in effects if (n_bytes := effect.bytes_at(tick))]
+    for _, effect in sorted(there, key=lambda one: -one[0]):
         crossing = _crossing(simulator.trace, _replay_at(effect, tick))
-        held = {v: KEEP for v in crossing if action_of(simulator.trace, simulator.actions, v) != KEEP}
+        held: dict[int, Action] = {
+            v: KEEP for v in crossing if action_of(simulator.trace, simulator.actions, v) != KEEP
+        }
         if held:
-            return dict(held)
+            return held
     return {}
 
 
