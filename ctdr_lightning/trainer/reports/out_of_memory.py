@@ -48,7 +48,8 @@ def write_account(folder: Path, name: str, error: BaseException, module: nn.Modu
 
 def _planned(trace: Trace, plan: Plan | None) -> list[Row]:
     """Tensors alive at the peak of the planned step, the largest first."""
-    return simulate(trace, plan).alive_at_peak()
+    # only the plan's own trace knows the links and codecs that it uses
+    return (plan.timeline if plan is not None else simulate(trace)).alive_at_peak()
 
 
 def _found(module: nn.Module) -> list[Row]:

@@ -164,14 +164,13 @@ class Retry:
         snapshot = self._snapshot
         assert snapshot is not None
         for left in reversed(range(MAX_TRIES - 1)):
-            drop_graph(freed)
-            self._leave()
-            snapshot.put_back()
-            # frames and autograd's functions of the failed try may hold each other, and its tensors with them
-            gc.collect()
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
-            self._tighten(_first_line(error))
+            self._undo(snapshot, freed)
+            try:
+                self._tighten(_first_line(error))
+            except MemoryError:  # on a CPU a plan is made in the memory that ran out
+                if not left:
+                    raise self._explained(error, "to plan it for less ran out of memory, too") from None
+                continue
             self._calls.repeat()
             try:
                 self._guard = WriteGuard(snapshot.copied, snapshot.drawn_from)
@@ -187,6 +186,15 @@ class Retry:
             if reason:
                 raise self._explained(error, reason)
         raise AssertionError("unreachable")
+
+    def _undo(self, snapshot: Snapshot, freed: Tensor | None) -> None:
+        drop_graph(freed)
+        self._leave()
+        snapshot.put_back()
+        # frames and autograd's functions of the failed try may hold each other, and its tensors with them
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
     def _hindrance(self, *, in_backward: bool) -> str:
         assert self._module is not None

@@ -189,8 +189,8 @@ def test_operations_are_counted_once_without_recomputation(monkeypatch):
     assert found[0] == found[1] == 3 * (convolutions + linear) - 2 * 8 * 64 * 9 * 1 * 8
 
 
-@pytest.mark.parametrize("policy", ["keep", "sqrt"])
-def test_a_step_that_runs_out_of_memory_is_accounted_for(tmp_path, policy):
+@pytest.mark.parametrize(("policy", "options"), [("keep", {}), ("sqrt", {}), ("gist", {"codecs": "exact"})])
+def test_a_step_that_runs_out_of_memory_is_accounted_for(tmp_path, policy, options):
     class Hungry(parts.Blobs):
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
@@ -198,7 +198,7 @@ def test_a_step_that_runs_out_of_memory_is_accounted_for(tmp_path, policy):
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
             return loss
 
-    callback = CTDRCallback(rank=None, policy=policy, retry_on_oom=False, verbose=False)
+    callback = CTDRCallback(rank=None, policy=policy, retry_on_oom=False, verbose=False, **options)
     with pytest.raises(torch.OutOfMemoryError):
         parts.fit(Hungry(), callback, default_root_dir=tmp_path)
     stem = tmp_path / "ctdr-out-of-memory-step2-rank0"

@@ -15,20 +15,21 @@ from torchmetrics import MeanMetric
 
 from ctdr_lightning import CTDRCallback
 from ctdr_lightning.trainer.training_step import retry, snapshot
+from ctdr_lightning.trainer.training_step.memory_stage import MemoryStage
 from tests import parts
 from tests.memory.leaks import assert_nothing_is_installed
 
 
-def trouble(where=None, at=1, message="CUDA out of memory. Tried to allocate 1 GiB."):
-    """Raises once, at a place in a batch. Its memory is a closure's, which no retry can take back."""
-    left = [where]
+def trouble(where=None, at=1, message="CUDA out of memory. Tried to allocate 1 GiB.", times=1):
+    """Raises so often, at a place in a batch. Its memory is a closure's, which no retry can take back."""
+    left = [times if where else 0]
 
     def at_place(place, index):
-        if left[0] == place and index == at:
-            left[0] = None
+        if left[0] and place == where and index == at:
+            left[0] -= 1
             raise torch.OutOfMemoryError(message)
 
-    at_place.pending = lambda: left[0] is not None
+    at_place.pending = lambda: left[0] > 0
     return at_place
 
 
@@ -112,10 +113,10 @@ def fit(net, tmp_path, **options):
     return left, callback
 
 
-def rescued(kind, where, step, tmp_path, **options):
-    """A run that failed once beside one that never did; the callback of the first."""
+def rescued(kind, where, step, tmp_path, times=1, **options):
+    """A run that failed so often beside one that never did; the callback of the first."""
     want, _ = fit(kind(), tmp_path, **options)
-    fails = trouble(where, step)
+    fails = trouble(where, step, times=times)
     found, callback = fit(kind(fails), tmp_path, **options)
     assert not fails.pending(), "nothing failed"
     assert any("ran out of memory" in event for event in callback.run.memory.session.events)
@@ -272,6 +273,34 @@ class Manual(Net):
 @pytest.mark.parametrize("step", [0, 1])
 def test_a_rescued_run_ends_like_one_that_never_failed(where, step, tmp_path):
     rescued(Net, where, step, tmp_path)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_the_last_try_ends_like_the_first_would_have(where, tmp_path):
+    rescued(Net, where, 1, tmp_path, times=retry.MAX_TRIES - 1)
+
+
+def planning_fails(monkeypatch, n_times):
+    """Make the first plans after a failed step run out of memory."""
+    tighten, left = MemoryStage.tighten, [n_times]
+
+    def failing(self, message):
+        left[0] -= 1
+        if left[0] >= 0:
+            raise MemoryError("std::bad_alloc")
+        tighten(self, message)
+
+    monkeypatch.setattr(MemoryStage, "tighten", failing)
+
+
+def test_a_plan_that_runs_out_of_memory_is_made_again(tmp_path, monkeypatch):
+    planning_fails(monkeypatch, retry.MAX_TRIES - 2)
+    rescued(Net, "backward", 1, tmp_path)
+
+
+def test_where_every_plan_runs_out_of_memory_the_step_says_so(tmp_path, monkeypatch):
+    planning_fails(monkeypatch, retry.MAX_TRIES)
+    refused(Net, "backward", 1, tmp_path, "to plan it for less ran out of memory, too")
 
 
 KINDS = [Teacher, TeacherOfData, LargeTeacher, Queue, Attributes, Random, Batch]
