@@ -48,7 +48,8 @@ def fit(kind, cap, folder, **options):
     """What four batches leave behind, and what the callback said."""
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_THRESHOLD, 2**20)  # what is freed goes back, and counts no more
-    # An allocation that fails opens another arena, 64 MiB of the limit or 128 by chance: once planning found none left.
+    # An allocation that fails opens another arena, 64 MiB of the limit or 128 by chance. With 40 MiB
+    # left by the limit, planning died of it or not.
     libc.mallopt(M_ARENA_MAX, 1)
     seed_everything(0, verbose=False)
     net = type(f"Large{kind.__name__}", (Large, kind), {})()
