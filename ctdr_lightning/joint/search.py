@@ -176,8 +176,7 @@ class JointSearch:
             return found.told(peak_bytes=floor, outcome=f"no plan goes below {format_bytes(floor)}")
         if budget is None and found.trace.seconds > self._limit_s * _PREDICTION_ERROR:  # no plan makes it faster
             return found.told(outcome=self._too_slow(found.trace.seconds))
-        room_s = self._limit_s - self._pricer.tape_s(found.trace)
-        seconds = None if budget is not None else max(room_s, found.trace.seconds)
+        seconds = None if budget is not None else self._room_s(found.trace)
         try:
             with doing("plan"):
                 made = plan(found.trace, Budget(budget, seconds, PLANNING_S))
@@ -190,8 +189,15 @@ class JointSearch:
             return found.told(outcome=self._too_slow(made.seconds))
         return found
 
+    def _room_s(self, trace: Trace) -> float:
+        """How long a plan of a step may take; a step that takes longer as it is may take as long."""
+        return max(self._limit_s - self._pricer.tape_s(trace), trace.seconds)
+
     def _too_slow(self, seconds: float) -> str:
-        return f"too slow: {seconds / self._pricer.dense.seconds:.2f} dense steps expected"
+        return f"too slow: {self._slowdown(seconds):.2f} dense steps expected"
+
+    def _slowdown(self, seconds: float) -> float:
+        return seconds / self._pricer.dense.seconds
 
     def _ladder(self, resource: str) -> Iterator[PricedChoice]:
         """Candidates that keep to the limits as far as is known, by falling share."""
@@ -328,24 +334,40 @@ class JointSearch:
 
     def _infeasible(self) -> InfeasibleBudgetError:
         assert self._least is not None
-        row = self._least.row
-        if row.loss == _UNKNOWN_LOSS:
-            row = self.keep(self._least.told(loss=self._proposer.exact(self._least.proposal).divergence)).row
-        fast = [r for r in self.considered.values() if self._limits.peak_bytes and r.seconds]
+        found = self._least
+        if found.row.loss == _UNKNOWN_LOSS:
+            found = self.keep(found.told(loss=self._proposer.exact(found.proposal).divergence))
+        # The row's peak may be a floor, which no plan reaches, or a plan's that takes too long.
+        with doing("plan"):
+            made = plan(found.trace, Budget(None, self._room_s(found.trace), PLANNING_S))
         wanted = format_bytes(self._limits.peak_bytes) if self._limits.peak_bytes else "the loss and the time allowed"
-        hint = f"Raise memory_budget to {format_roomy(row.peak_bytes)}, or use a smaller batch."
-        if fast:
-            best = min(fast, key=lambda r: r.seconds)
-            slowdown = max(best.measured_slowdown, best.seconds / self._pricer.dense.seconds)
-            hint = f"It fits at x{slowdown:.2f}: write max_slowdown={slowdown + 0.05:.2f}."
-        hint = self._allowance.remedy() or hint
         return InfeasibleBudgetError(
             f"No ranks and plan fit {wanted} within x{self._limits.slowdown:g} of the dense step's time: the least "
-            f"peak found is {format_bytes(row.peak_bytes)}, at {row.share:.0%} of the {row.resource}, where the "
-            f"outputs' KL is {row.loss:.4f} nats.",
-            hint,
-            least_peak_bytes=row.peak_bytes,
+            f"peak found is {format_bytes(made.peak_bytes)} in x{self._slowdown(self._pricer.seconds(made)):.2f}, at "
+            f"{found.row.share:.0%} of the {found.row.resource}, where the outputs' KL is {found.row.loss:.4f} nats.",
+            self._allowance.remedy() or self._remedy(made),
+            least_peak_bytes=made.peak_bytes,
         )
+
+    def _remedy(self, made: Plan) -> str:
+        """What to write for more time or memory, by a plan that takes as little memory as the time allows."""
+        limit = self._limits.peak_bytes
+        budget = f'memory_budget="{format_roomy(made.peak_bytes)}"'
+        fitting = [row for row in self.considered.values() if limit and row.seconds]
+        if fitting:
+            best = min(fitting, key=lambda row: row.seconds)
+            slowdown = max(best.measured_slowdown, self._slowdown(best.seconds))
+            instead = f", or {budget}" if limit and made.peak_bytes > limit else ""
+            return f"It fits at x{slowdown:.2f}: write {_allowing(slowdown)}{instead}."
+        longer = _allowing(self._slowdown(self._pricer.seconds(made)))
+        if not limit:
+            return f"Write {longer}."
+        too_slow = made.seconds > self._limit_s * _PREDICTION_ERROR
+        return f"Write {budget}{f' and {longer}' if too_slow else ''}, or use a smaller batch."
+
+
+def _allowing(slowdown: float) -> str:
+    return f"max_slowdown={slowdown + _CLOCK_ERROR - 1:.2f}"
 
 
 def _between(above: float, below: float) -> float:

@@ -1,6 +1,7 @@
 """From a budget to ranks and plan. Limits of time are wide here: which step is faster is the machine's business."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -141,6 +142,20 @@ def test_what_cannot_be_met_names_the_least_peak_and_the_loss_there():
         fit_to_budget(net, parts.step, parts.batches(), 1000, **PATIENT)
     assert found.value.least_peak_bytes > 1000
     assert n_factorized(net) == 0
+
+
+@pytest.mark.parametrize("select", [None, "11"])  # with the last layer alone no step is faster
+@pytest.mark.parametrize("slowdown", [50.0, 1.0])
+def test_writing_what_the_error_says_is_enough(slowdown, select, monkeypatch):
+    monkeypatch.setattr(search, "in_turns", lambda *_, once: Turns(0.1, 0.1, 1.0))
+    given = {"memory_budget": 1000, "max_slowdown": slowdown, "select": select, "progress": False}
+    with pytest.raises(InfeasibleBudgetError) as found:
+        fit_to_budget(parts.network(), parts.step, parts.batches(), **given)
+    given["memory_budget"] = re.search(r'memory_budget="(.*?)"', found.value.hint)[1]
+    if longer := re.search(r"max_slowdown=([\d.]+)", found.value.hint):
+        given["max_slowdown"] = float(longer[1])
+    fit = fit_to_budget(parts.network(), parts.step, parts.batches(), **given)
+    assert fit.peak_bytes <= fit.budget_bytes
 
 
 def test_too_little_time_is_said_with_the_time_that_it_takes(bounds):
