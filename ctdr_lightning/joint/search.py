@@ -43,6 +43,7 @@ from ctdr_lightning.memory.traces.trace import Trace
 # Predicted times are wrong by up to 5 %: so far a candidate may miss the limit and still be tried by the clock, whose
 # medians of a few pairs spread by 3 %: a step of 1.05 of what is allowed still passes.
 _PREDICTION_ERROR, _CLOCK_ERROR = 1.05, 1.05
+_ROOM = 1.02  # 2 % less memory is not worth a longer step
 _UNKNOWN_LOSS = -1.0
 _PATIENCE = 2  # without a budget so many shares in a row may have a larger peak than the least of their ladder
 
@@ -123,6 +124,7 @@ class JointSearch:
         self._limits, self._allowance = limits, allowance
         self._limit_s = pricer.dense.seconds * limits.slowdown
         self._least: PricedChoice | None = None
+        self._least_in_time: PricedChoice | None = None
         self._seen: list[object] = []
         self.considered: dict[tuple[float, str], Considered] = {}
 
@@ -325,11 +327,11 @@ class JointSearch:
         return found
 
     def keep(self, found: PricedChoice) -> PricedChoice:
-        """Note what is known of a candidate; the one of least peak is held for the error."""
-        row = found.row
-        self.considered[row.share, row.resource] = row
-        if self._least is None or row.peak_bytes <= self._least.row.peak_bytes:
-            self._least = found
+        """Note what is known of a candidate; those of least peak are held for the error."""
+        self.considered[found.row.share, found.row.resource] = found.row
+        self._least = _lesser(self._least, found)
+        if found.trace.seconds <= self._limit_s * _PREDICTION_ERROR:
+            self._least_in_time = _lesser(self._least_in_time, found)
         return found
 
     def _infeasible(self) -> InfeasibleBudgetError:
@@ -337,33 +339,41 @@ class JointSearch:
         found = self._least
         if found.row.loss == _UNKNOWN_LOSS:
             found = self.keep(found.told(loss=self._proposer.exact(found.proposal).divergence))
-        # The row's peak may be a floor, which no plan reaches, or a plan's that takes too long.
-        with doing("plan"):
-            made = plan(found.trace, Budget(None, self._room_s(found.trace), PLANNING_S))
+        least = self._thriftiest(found, math.inf)
         wanted = format_bytes(self._limits.peak_bytes) if self._limits.peak_bytes else "the loss and the time allowed"
         return InfeasibleBudgetError(
             f"No ranks and plan fit {wanted} within x{self._limits.slowdown:g} of the dense step's time: the least "
-            f"peak found is {format_bytes(made.peak_bytes)} in x{self._slowdown(self._pricer.seconds(made)):.2f}, at "
+            f"peak found is {format_bytes(least.peak_bytes)} in x{self._slowdown(self._pricer.seconds(least)):.2f}, at "
             f"{found.row.share:.0%} of the {found.row.resource}, where the outputs' KL is {found.row.loss:.4f} nats.",
-            self._allowance.remedy() or self._remedy(made),
-            least_peak_bytes=made.peak_bytes,
+            self._allowance.remedy() or self._remedy(least),
+            least_peak_bytes=least.peak_bytes,
         )
 
-    def _remedy(self, made: Plan) -> str:
-        """What to write for more time or memory, by a plan that takes as little memory as the time allows."""
+    @doing("plan")
+    def _thriftiest(self, found: PricedChoice, seconds: float) -> Plan:
+        """A candidate's plan of least peak within a time: its row may name a floor, which no plan reaches."""
+        return plan(found.trace, Budget(None, seconds, PLANNING_S))
+
+    def _remedy(self, least: Plan) -> str:
+        """What to write for more time or memory, given a plan of least peak that may take long."""
         limit = self._limits.peak_bytes
-        budget = f'memory_budget="{format_roomy(made.peak_bytes)}"'
-        fitting = [row for row in self.considered.values() if limit and row.seconds]
+        if limit is None:
+            return f"Write {_allowing(self._slowdown(least.trace.seconds))}."
+        within = self._least_in_time and self._thriftiest(self._least_in_time, self._room_s(self._least_in_time.trace))
+        enough = [f'memory_budget="{format_roomy(within.peak_bytes)}"'] if within and within.peak_bytes > limit else []
+        fitting = [row for row in self.considered.values() if row.seconds]
         if fitting:
             best = min(fitting, key=lambda row: row.seconds)
             slowdown = max(best.measured_slowdown, self._slowdown(best.seconds))
-            instead = f", or {budget}" if limit and made.peak_bytes > limit else ""
-            return f"It fits at x{slowdown:.2f}: write {_allowing(slowdown)}{instead}."
-        longer = _allowing(self._slowdown(self._pricer.seconds(made)))
-        if not limit:
-            return f"Write {longer}."
-        too_slow = made.seconds > self._limit_s * _PREDICTION_ERROR
-        return f"Write {budget}{f' and {longer}' if too_slow else ''}, or use a smaller batch."
+            return f"It fits at x{slowdown:.2f}: write {', or '.join([_allowing(slowdown), *enough])}."
+        if not within or _ROOM * least.peak_bytes < within.peak_bytes:
+            longest = _allowing(self._slowdown(self._pricer.seconds(least)))
+            enough.append(f'memory_budget="{format_roomy(least.peak_bytes)}" and {longest}')
+        return f"Write {', or '.join(enough)}, or use a smaller batch."
+
+
+def _lesser(held: PricedChoice | None, found: PricedChoice) -> PricedChoice:
+    return found if held is None or found.row.peak_bytes <= held.row.peak_bytes else held
 
 
 def _allowing(slowdown: float) -> str:
