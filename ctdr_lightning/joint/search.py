@@ -355,21 +355,23 @@ class JointSearch:
         return plan(found.trace, Budget(None, seconds, PLANNING_S))
 
     def _remedy(self, least: Plan) -> str:
-        """What to write for more time or memory, given a plan of least peak that may take long."""
+        """The time or memory that is enough, given a plan of least peak that may take long."""
         limit = self._limits.peak_bytes
         if limit is None:
-            return f"Write {_allowing(self._slowdown(least.trace.seconds))}."
+            return f"Raise max_slowdown to {_allowing(self._slowdown(least.trace.seconds))}."
         within = self._least_in_time and self._thriftiest(self._least_in_time, self._room_s(self._least_in_time.trace))
-        enough = [f'memory_budget="{format_roomy(within.peak_bytes)}"'] if within and within.peak_bytes > limit else []
+        enough = format_roomy(within.peak_bytes) if within and within.peak_bytes > limit else None
         fitting = [row for row in self.considered.values() if row.seconds]
         if fitting:
             best = min(fitting, key=lambda row: row.seconds)
             slowdown = max(best.measured_slowdown, self._slowdown(best.seconds))
-            return f"It fits at x{slowdown:.2f}: write {', or '.join([_allowing(slowdown), *enough])}."
+            more = f", or memory_budget to {enough}" if enough else ""
+            return f"It fits at x{slowdown:.2f}: raise max_slowdown to {_allowing(slowdown)}{more}."
+        ways = [enough] if enough else []
         if not within or _ROOM * least.peak_bytes < within.peak_bytes:
-            longest = _allowing(self._slowdown(self._pricer.seconds(least)))
-            enough.append(f'memory_budget="{format_roomy(least.peak_bytes)}" and {longest}')
-        return f"Write {', or '.join(enough)}, or use a smaller batch."
+            longer = _allowing(self._slowdown(self._pricer.seconds(least)))
+            ways.append(f"{format_roomy(least.peak_bytes)} with max_slowdown {longer}")
+        return f"Raise memory_budget to {', or to '.join(ways)}, or use a smaller batch."
 
 
 def _lesser(held: PricedChoice | None, found: PricedChoice) -> PricedChoice:
@@ -377,7 +379,7 @@ def _lesser(held: PricedChoice | None, found: PricedChoice) -> PricedChoice:
 
 
 def _allowing(slowdown: float) -> str:
-    return f"max_slowdown={slowdown + _CLOCK_ERROR - 1:.2f}"
+    return f"{slowdown + _CLOCK_ERROR - 1:.2f}"
 
 
 def _between(above: float, below: float) -> float:

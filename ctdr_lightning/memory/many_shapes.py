@@ -2,8 +2,8 @@
 
 Batches of 60 sequence lengths are 60 kinds of steps. Their traces have one structure, so that the actions of one carry
 over to another by the order of the ops. The simulator judges them on the new sizes; they are taken where they fit and
-are within 2 % of the new step's own lower bound, polished where they are not, and only where that fails is the step
-planned by itself.
+are within 2 % of the new step's own lower bound. They are polished where they are not, and the bound is raised where
+that is too little. Only where that fails too is the step planned by itself.
 """
 
 from __future__ import annotations
@@ -107,10 +107,11 @@ class ManyShapes:
         attempt = Fastest(step, search, limit_bytes)
         attempt.polish([actions], gap)
         attempt.start(((1, 0.0),), gap)
+        attempt.prove(gap)  # the step's own search would begin with these rounds, and finds them made
         if attempt.found is None or not attempt.within(gap):
             return None
         self.counts["polished"] += 1
-        return Plan(self._policy, simulate(step, search.frontier.actions(attempt.found)), limit_bytes, bound_s)
+        return Plan(self._policy, simulate(step, search.frontier.actions(attempt.found)), limit_bytes, attempt.bound_s)
 
     def _nearest(self, structure: Hashable, plain_peak_bytes: int) -> _Known | None:
         """The plan of the step that is closest in size; a larger one rather than a smaller, since it fits."""

@@ -145,14 +145,14 @@ def test_what_cannot_be_met_names_the_least_peak_and_the_loss_there():
 
 
 @pytest.mark.parametrize(("slowdown", "select", "n_ways"), [(50.0, None, 1), (50.0, "11", 1), (1.0, "11", 2)])
-def test_each_budget_that_the_error_says_to_write_is_enough(slowdown, select, n_ways, monkeypatch):
+def test_each_budget_that_the_error_names_is_enough(slowdown, select, n_ways, monkeypatch):
     monkeypatch.setattr(search, "in_turns", lambda *_, once: Turns(0.1, 0.1, 1.0))
     given = {"memory_budget": 1000, "max_slowdown": slowdown, "select": select, "progress": False}
     with pytest.raises(InfeasibleBudgetError) as found:
         fit_to_budget(parts.network(), parts.step, parts.batches(), **given)
-    written = re.findall(r'memory_budget="(.*?)"(?: and max_slowdown=([\d.]+))?', found.value.hint)
-    assert len(written) == n_ways  # with the last layer alone no step is faster: more memory, or less with more time
-    for budget, longer in written:
+    named = re.findall(r"to ([\d.]+ \w*B)(?: with max_slowdown ([\d.]+))?", found.value.hint)
+    assert len(named) == n_ways  # with the last layer alone no step is faster: more memory, or less with more time
+    for budget, longer in named:
         # twice the time, as a step of a few milliseconds is not priced alike in two runs
         enough = {"memory_budget": budget, "max_slowdown": 2 * float(longer) if longer else slowdown}
         fit = fit_to_budget(parts.network(), parts.step, parts.batches(), **{**given, **enough})
@@ -160,25 +160,25 @@ def test_each_budget_that_the_error_says_to_write_is_enough(slowdown, select, n_
 
 
 def test_without_a_budget_the_time_of_the_step_as_it_is_is_named():
-    with pytest.raises(InfeasibleBudgetError, match=r"HINT: Write max_slowdown=[\d.]+\.$") as found:
+    with pytest.raises(InfeasibleBudgetError, match=r"HINT: Raise max_slowdown to [\d.]+\.$") as found:
         fit_to_budget(parts.network(), parts.step, parts.batches(), max_slowdown=0.01, select="11", progress=False)
-    longer = 2 * float(re.search(r"max_slowdown=([\d.]+)\.$", found.value.hint)[1])
+    longer = 2 * float(re.search(r"max_slowdown to ([\d.]+)\.$", found.value.hint)[1])
     fit_to_budget(parts.network(), parts.step, parts.batches(), max_slowdown=longer, select="11", progress=False)
 
 
 def test_where_a_plan_is_too_slow_the_memory_that_is_enough_is_named_too(bounds, monkeypatch):
     monkeypatch.setattr(search, "in_turns", lambda *_, once: Turns(0.1, 0.1, 1.0))
     given = {"max_slowdown": 1.0, "select": "11", "progress": False}
-    with pytest.raises(InfeasibleBudgetError, match=r"write max_slowdown=.*, or memory_budget=") as found:
+    with pytest.raises(InfeasibleBudgetError, match=r"raise max_slowdown to .*, or memory_budget to ") as found:
         fit_to_budget(parts.network(), parts.step, parts.batches(), round(1.05 * bounds[1]), **given)
-    budget = re.search(r'memory_budget="(.*?)"', found.value.hint)[1]
+    budget = re.search(r"memory_budget to ([\d.]+ \w*B)", found.value.hint)[1]
     assert fit_to_budget(parts.network(), parts.step, parts.batches(), budget, **given).is_dense
 
 
 def test_too_little_time_is_said_with_the_time_that_it_takes(bounds):
     dense, least = bounds
     net = parts.network()
-    with pytest.raises(InfeasibleBudgetError, match="max_slowdown="):
+    with pytest.raises(InfeasibleBudgetError, match="raise max_slowdown to "):
         fit_to_budget(net, parts.step, parts.batches(), (dense + least) // 2, max_slowdown=1e-6, progress=False)
 
 
