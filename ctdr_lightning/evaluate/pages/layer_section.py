@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from ctdr_lightning.basics.units import format_bytes, format_seconds
-from ctdr_lightning.evaluate.pages.markup import Amount, Markup, anchor, element, filled_columns, table
+from ctdr_lightning.evaluate.pages.markup import Amount, Markup, anchor, element, filled_columns, foldable, table
 from ctdr_lightning.evaluate.pages.page import section
 from ctdr_lightning.evaluate.pages.run_record import LayerLine
 from ctdr_lightning.memory.plans.plan import Decision, Plan
@@ -55,8 +55,8 @@ def _row(name: str, layer: LayerLine | None, decisions: Sequence[Decision]) -> t
         share = Amount(after / max(before, 1), f"{after / max(before, 1):.1%}") if layer.method else ""
         shown = f"{before:,} -> {after:,}" if layer.method else f"{before:,}"
         error = Amount(layer.error, f"{layer.error:.4f}") if layer.method else ""
-        ranks = " x ".join(map(str, layer.ranks))
-        what = (layer.kind, layer.method or "dense", ranks, Amount(before, shown), share, error)
+        ranks = "\N{NO-BREAK SPACE}x\N{NO-BREAK SPACE}".join(map(str, layer.ranks))
+        what = (foldable(layer.kind), layer.method or "dense", ranks, Amount(before, shown), share, error)
     again = [d for d in decisions if d.action.kind == "recompute"]
     away = [d for d in decisions if d.action.kind in ("offload", "compress")]
     held = [d for d in decisions if d.action.kind == "keep"]

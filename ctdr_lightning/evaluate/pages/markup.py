@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -85,6 +86,16 @@ def anchor(name: str) -> str:
         'layer-net.layer1.0.conv1'
     """
     return f"layer-{name.replace(' ', '-') or 'step'}"
+
+
+def foldable(name: str) -> Markup:
+    """A class's name that a narrow column may break before each of its words.
+
+    Example:
+        >>> foldable("BatchNorm2d")
+        'Batch<wbr>Norm2d'
+    """
+    return Markup(re.sub("(?<=[a-z])(?=[A-Z])", "<wbr>", escape(name)))
 
 
 def _look_of(cell: object) -> dict[str, object]:

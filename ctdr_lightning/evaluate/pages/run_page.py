@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from ctdr_lightning.basics.units import GIB, format_bytes, format_seconds
 from ctdr_lightning.evaluate.pages.charts import Axis, Curve, Format, line_chart
 from ctdr_lightning.evaluate.pages.layer_section import layer_section, owner_of
-from ctdr_lightning.evaluate.pages.markup import Markup, element, table
+from ctdr_lightning.evaluate.pages.markup import Markup, element, filled_columns, table
 from ctdr_lightning.evaluate.pages.memory_section import memory_section
 from ctdr_lightning.evaluate.pages.page import facts, page, section
 from ctdr_lightning.evaluate.pages.run_record import RunRecord
@@ -154,11 +154,13 @@ def _charts(record: RunRecord) -> Iterator[Markup]:
 
 def _predictions(parts: RunParts) -> Markup | None:
     """What was predicted beside what was measured."""
-    rows = list(_compared(parts))
+    rows: Sequence[Sequence[object]] = list(_compared(parts))
     note = "A step is forward and backward. A measured time is a whole batch's: data, optimizer and logging included."
-    head = ("", "predicted", "measured", "measured / predicted")
-    found = section("Predicted and measured", table(head, rows), element("p", note, class_="note"))
-    return found if rows else None
+    if not rows:
+        return None
+    head, rows = filled_columns(("", "predicted", "measured", "measured / predicted"), rows)
+    told = element("p", note, class_="note") if "measured" in head else None
+    return section("Predicted and measured", table(head, rows), told)
 
 
 def _compared(parts: RunParts) -> Iterator[tuple[str, str, str, str]]:

@@ -10,7 +10,7 @@ from ctdr_lightning.evaluate.pages.run_record import RunRecord, layer_lines
 from ctdr_lightning.memory import record_fake
 from ctdr_recipes.classifier import cnn
 
-VOID = {"meta"}
+VOID = {"meta", "wbr"}
 
 
 def planned_run(name="digits", share=0.7, accuracy=0.9, **settings):

@@ -6,6 +6,7 @@ Run by ``make test-browser``: a browser is no Python package, so that the defaul
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
 from PIL import Image
@@ -57,3 +58,19 @@ def test_a_narrow_window_shows_the_page_without_scrolling_sideways_and_its_label
     wide, window, label = map(float, re.search(r"<title>(\S+) (\S+) (\S+)</title>", shown).groups())
     assert wide <= window <= 500
     assert label >= 8  # pixels
+
+
+@pytest.mark.browser
+def test_a_laptops_window_shows_every_column_of_the_layers(tmp_path):
+    parts = planned_run(share=0.6)
+    asked = {"kind": "NonDynamicallyQuantizableLinear", "ranks": (128, 256), "reason": "dense is as fast and no larger"}
+    sizes = {"parameters_before": 23_592_960, "parameters_after": 1_179_648}
+    long = [replace(layer, name=f"encoder.{layer.name}", **asked, **sizes) for layer in parts.record.layers]
+    parts = replace(parts, record=replace(parts.record, layers=tuple(long)))
+    measured = """<script>const tables = [...document.querySelectorAll("div.scroll")];
+    const table = tables.find(t => t.innerText.includes("made again"));
+    document.title = [table.scrollWidth, table.clientWidth].join(" ");</script></body>"""
+    (tmp_path / "page.html").write_text(run_page(parts).replace("</body>", measured))
+    shown = browse(tmp_path, "--window-size=1200,900", "--dump-dom", (tmp_path / "page.html").as_uri())
+    wide, seen = map(float, re.search(r"<title>(\S+) (\S+)</title>", shown).groups())
+    assert wide <= seen

@@ -134,6 +134,14 @@ def test_an_optimizers_step_that_takes_more_than_the_plan_is_what_was_predicted(
     assert cells[at + 1 : at + 4] == [format_bytes(gib * 2**30)] * 2 + ["1.00"]
 
 
+def test_a_run_that_measured_nothing_has_no_columns_for_it(parts):
+    text = run_page(RunParts(replace(parts.record, history=()), parts.plan))
+    heads = Reader(text).text("th")
+    assert "predicted" in heads
+    assert not {"measured", "measured / predicted"} & set(heads)
+    assert "A measured time" not in text
+
+
 def test_a_run_without_a_plan_or_layers_has_a_page(parts):
     read = Reader(run_page(RunParts(RunRecord("bare"))))
     assert read.text("h1") == ["bare"]
