@@ -30,7 +30,7 @@ test-slow: $(VENV)/.for-tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m slow
 
 test-browser: $(VENV)/.for-tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser tests/evaluate
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser tests/pages
 
 lint: $(VENV)/.for-tests
 	$(BIN)/ruff check .

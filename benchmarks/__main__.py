@@ -1,13 +1,10 @@
 """Every benchmark, one after the other, each in a process of its own: ``make bench``.
 
-    python -m benchmarks                    # all, on fewer nets and in fewer rounds than the documents' tables
-    python -m benchmarks engine decompose   # some
+    python -m benchmarks engine decompose   # some; all on fewer nets and in fewer rounds than the documents' tables
     python -m benchmarks --full             # with the settings of the documents' tables: hours
-    python -m benchmarks --list
 
-What each prints is shown as it comes. ``FOLDER/bench.json`` keeps the machine, the versions, and for each benchmark its
-day, command, lines, seconds and how it ended. It is written after each one; others that ran on the same machine with
-the same versions stay in it.
+``FOLDER/bench.json`` keeps the machine, the versions, and for each benchmark its day, command, lines, seconds and how
+it ended. It is written after each one; others that ran on the same machine with the same versions stay in it.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from benchmarks.figures import machine
+from benchmarks.harness import machine
 from ctdr_lightning.basics.files import write_text
 
 # Peers are in the first two: torch's checkpoint, checkpoint_sequential and memory budget in "policies", tensorly's
@@ -70,7 +67,7 @@ def run(name: str, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def begun(path: Path) -> dict[str, Any]:
-    """What a file keeps of earlier runs on this very machine and these versions; else nothing but these."""
+    """A file's tables of earlier runs on this machine with these versions; those of other machines are left out."""
     here = machine()
     there = json.loads(path.read_text()) if path.exists() else {}
     return {"machine": here, "tables": there["tables"] if there.get("machine") == here else {}}

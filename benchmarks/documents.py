@@ -3,9 +3,9 @@
     python -m benchmarks.documents          # write them
     python -m benchmarks.documents --check  # exit 1 where a document differs from its data
 
-A block stands between ``<!-- from docs/data/NAME.json: PART -->`` and ``<!-- end -->``; ``PARTS`` says what
-makes a part of which data. The demo, the evaluation and the benchmarks write such JSON under ``outputs/``: a copy of it
-in ``docs/data/`` and one run of this are all that new figures need.
+A block lies between ``<!-- from docs/data/NAME.json: PART -->`` and ``<!-- end -->``; ``PARTS`` names the maker of each
+part of the data. The demo, the evaluation and the benchmarks write such JSON under ``outputs/``: a copy of it in
+``docs/data/`` and one run of this are all that new figures need.
 """
 
 from __future__ import annotations
@@ -15,26 +15,11 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks import (
-    bounds,
-    decompose,
-    digits,
-    engine,
-    joint,
-    moving,
-    offload,
-    planner_rows,
-    planning_time,
-    policies,
-    promise,
-    ranks,
-    recovery,
-    step_time,
-    trials,
-)
+from benchmarks.__main__ import TABLES
 from ctdr_recipes import demo
 from ctdr_recipes.evaluation.tables import PARTS as EVALUATION
 from ctdr_recipes.evaluation.tables import Evaluation
@@ -44,22 +29,8 @@ ROOT = Path(__file__).parents[1]
 _BLOCK = re.compile(r"(<!-- from (?P<data>\S+): (?P<part>\w+) -->\n)(?P<text>.*?)(<!-- end -->)", re.DOTALL)
 PARTS: dict[str, Callable[[str, str], str]] = {
     "demo": lambda text, _: _demo(text),
-    "joint": lambda text, _: joint.table(text),
-    "planning_time": lambda text, _: planning_time.table(text),
-    "promise": lambda text, _: promise.table(text),
-    "decompose": decompose.table,
-    "digits": lambda text, _: digits.table(text),
-    "bounds": bounds.table,
-    "policies": policies.table,
-    "engine": engine.table,
-    "recovery": recovery.table,
-    "ranks": lambda text, _: ranks.table(text),
-    "moving": lambda text, part: {"policies": moving.policy_table, "ratios": moving.ratio_table}[part](text),
-    "offload": lambda text, part: {"disk": offload.disk_table, "codecs": offload.codec_table}[part](text),
-    "planner": planner_rows.part,
-    "step_time": lambda text, _: step_time.table(text),
-    "trials": lambda text, _: trials.table(text),
     "evaluation": lambda text, part: EVALUATION[part](Evaluation.from_json(text)),
+    **{name: import_module(f"benchmarks.{name}").BENCHMARK.table for name in TABLES},
 }
 
 
@@ -93,7 +64,7 @@ def notebook_of(page: str) -> str:
 
 
 def wanted(root: Path = ROOT) -> dict[Path, str]:
-    """What each document is to hold."""
+    """The text that each document should have."""
     pages = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
     found = {path: filled(path.read_text(), root) for path in pages}
     quickstart = root / "docs" / "quickstart.md"

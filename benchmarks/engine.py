@@ -1,30 +1,29 @@
 """The tensor engine against the allocator, against torch's checkpoint, and against plain dispatch.
 
-``python -m benchmarks.engine`` makes three tables: simulated against measured peaks (real and fake traces), our tape
-against ``torch.utils.checkpoint`` at the same boundaries, and the cost of recording and guided execution in
-microseconds an op.
-
-``FOLDER/engine.json`` keeps the figures; `benchmarks.documents` makes tables of a committed copy of it.
+Four tables: the cost of recording and guided execution in microseconds an op, what verification and fingerprints take,
+our tape against ``torch.utils.checkpoint`` at the same boundaries, and simulated against measured peaks (real and fake
+traces).
 """
 
 from __future__ import annotations
 
-import argparse
 import random
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from time import thread_time
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.figures import markdown, rows_of, write_figures
-from benchmarks.nets import NETS, net_r, net_t, vision
-from benchmarks.peak import step_peak_bytes
+from benchmarks.harness import Benchmark, table
+from benchmarks.nets import NETS, net_r, transformer, vision
+from benchmarks.steps import guided, in_turns, step_peak_bytes
 from ctdr_lightning.basics.torch_private import TorchDispatchMode
 from ctdr_lightning.memory import (
     KEEP,
@@ -38,8 +37,9 @@ from ctdr_lightning.memory import (
     record_fake,
     simulate,
 )
-from ctdr_lightning.memory.plans.actions import Actions
+from ctdr_lightning.memory.recorder.contents import ContentsWatch
 from ctdr_lightning.memory.recorder.recorder import Recorder
+from ctdr_lightning.memory.simulator.actions import Actions
 from ctdr_lightning.memory.tape.online import Evictor
 
 MIB = 2**20
@@ -47,17 +47,9 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Peaks:
-    """Simulated over measured peaks of one net's step, above weights and inputs.
+    """Simulated over measured peaks of one net's step, above weights and inputs, by plan.
 
-    Attributes:
-        net: Its name.
-        n_ops: Ops of the step.
-        plain_bytes: Simulated peak of the plain step.
-        keep: The plan that keeps everything.
-        sqrt: The policy of that name.
-        least: The least of random plans.
-        most: The most of random plans.
-        fake: Simulated peak of a trace of fake tensors over that of the real trace, plain step.
+    ``least`` and ``most`` are of random plans; ``fake`` is a fake trace's plain peak over the real one's.
     """
 
     net: str
@@ -68,6 +60,11 @@ class Peaks:
     least: float
     most: float
     fake: float
+
+    @property
+    def plain_mib(self) -> float:
+        """``plain_bytes`` in MiB."""
+        return self.plain_bytes / MIB
 
 
 @dataclass(frozen=True)
@@ -88,14 +85,13 @@ class Cost:
     us_per_op: float
 
 
-def guided(net: nn.Module, step: Callable[[], torch.Tensor], made: Plan) -> Callable[[], None]:
-    def run() -> None:
-        with Tape(made) as tape:
-            loss = step()
-        assert not tape.diverged, tape.diverged
-        loss.backward()
+@dataclass(frozen=True)
+class Verified:
+    """Processor time of a recorded step, and of a verified step under ``sqrt``, over those without fingerprints."""
 
-    return run
+    net: str
+    recorded: float
+    guided: float
 
 
 def backward_of(step: Callable[[], torch.Tensor]) -> Callable[[], None]:
@@ -120,7 +116,7 @@ def prediction(n_random: int) -> Iterator[Peaks]:
         trace = record(step)
         plans = [plan(trace, policy="keep"), plan(trace, policy="sqrt")]
         plans += [Plan("random", simulate(trace, random_actions(trace, seed))) for seed in range(n_random)]
-        ratios = [(p.peak_bytes - trace.resident_bytes) / step_peak_bytes(net, guided(net, step, p)) for p in plans]
+        ratios = [(p.peak_bytes - trace.resident_bytes) / step_peak_bytes(net, guided(step, p)) for p in plans]
         dynamic = plans[0].peak_bytes - trace.resident_bytes
         fake = record_fake(net, inputs, step_of)
         same = (plan(fake, policy="keep").peak_bytes - fake.resident_bytes) / dynamic
@@ -164,7 +160,7 @@ def boundaries() -> Iterator[Boundaries]:
     stages = [3, 4, 6, 3]
     cases = {
         "R": (net_r, [str(i) for i in range(1, 10)]),
-        "T": (net_t, [str(i) for i in range(4)]),
+        "T": (transformer, [str(i) for i in range(4)]),
         "ResNet-50": (lambda: vision("resnet50"), [f"layer{i + 1}.{j}" for i in range(4) for j in range(stages[i])]),
     }
     for name, (make, blocks) in cases.items():
@@ -175,7 +171,7 @@ def boundaries() -> Iterator[Boundaries]:
             trace = record(step)
             kept = Plan("outputs", simulate(trace, outputs_kept(trace, segments)))
             plain = step_peak_bytes(net, backward_of(step))
-            ours = step_peak_bytes(net, guided(net, step, kept))
+            ours = step_peak_bytes(net, guided(step, kept))
             checkpoint_segments(net, segments)
             yield Boundaries(name, size, ours / plain, step_peak_bytes(net, backward_of(step)) / plain)
 
@@ -187,84 +183,84 @@ class Nothing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def small_layers() -> tuple[nn.Module, torch.Tensor]:
+    """300 layers whose kernels take nothing, and their input."""
+    layers = [m for _ in range(100) for m in (nn.Linear(8, 8), nn.Tanh(), nn.LayerNorm(8))]
+    return nn.Sequential(*layers), torch.randn(2, 8)
+
+
 def costs(repeats: int) -> Iterator[Cost]:
-    """What each mode adds to plain eager: the least of some runs, plain and seen ones in turns."""
-    net = nn.Sequential(*[m for _ in range(100) for m in (nn.Linear(8, 8), nn.Tanh(), nn.LayerNorm(8))])
-    x = torch.randn(2, 8)
+    """The time that each mode adds to plain eager: the least of some runs, plain and seen ones in turns."""
+    net, x = small_layers()
     trace = record(lambda: net(x).sum())
     drop = Plan("drop", simulate(trace, dict.fromkeys(trace.saved, RECOMPUTE)))
     some = plan(trace, policy="sqrt")
     rows: dict[str, tuple[Callable[[], Any], bool]] = {
         "a dispatch mode that does nothing": (Nothing, False),
-        "guided, everything dropped": (lambda: Tape(drop), False),
-        "guided, `sqrt`": (lambda: Tape(some), False),
+        "guided, everything dropped": (lambda: Tape(drop, verify="never"), False),
+        "guided, `sqrt`": (lambda: Tape(some, verify="never"), False),
         "recording": (Recorder, True),
         "recording with online eviction": (lambda: Recorder(evictor=Evictor(10**12)), True),
     }
     for name, (make, backward) in rows.items():
-        runs = [(_seconds(net, x, None, backward), _seconds(net, x, make(), backward)) for _ in range(repeats)]
+        runs = [[_seconds(net, x, mode, backward) for mode in (nullcontext(), make())] for _ in range(repeats)]
         plain, seen = map(min, zip(*runs, strict=True))
         n_ops = len(trace.ops if backward else trace.forward_ops)
         yield Cost(name, (seen - plain) / n_ops * 1e6)
 
 
-def _seconds(net: nn.Module, x: torch.Tensor, context: Any, backward: bool) -> float:
-    start = thread_time()
-    if context is not None:
-        context.__enter__()
-    loss = net(x).sum()
-    if backward:
-        loss.backward()
-    if context is not None:
-        context.__exit__(None, None, None)
-    seconds = thread_time() - start
+def _seconds(net: nn.Module, x: torch.Tensor, mode: AbstractContextManager[Any], backward: bool) -> float:
+    start_s = thread_time()
+    with mode:
+        loss = net(x).sum()
+        if backward:
+            loss.backward()
+    seconds = thread_time() - start_s
     net.zero_grad(set_to_none=True)
     return seconds
 
 
-def table(text: str, part: str) -> str:
-    """One part of an ``engine.json`` as a Markdown table: ``peaks``, ``boundaries`` or ``costs``."""
-    head, kind, cells = _TABLES[part]
-    return markdown(text, [head, *map(cells, rows_of(text, part, kind))])
+def verification(repeats: int) -> Iterator[Verified]:
+    """The time of fingerprints, on three nets: small kernels, convolutions, attention."""
+    tiny = (*small_layers(), lambda net, x: net(x).sum())
+    for name, (net, inputs, step) in {"300 small layers": tiny, "R": net_r(), "T": transformer()}.items():
+        run = partial(step, net.train(), inputs)
+        made = plan(record(run), policy="sqrt")
+        runs = [partial(record, run), partial(_without_fingerprints, run)]
+        runs += [guided(run, made, verify=verify) for verify in ("always", "never")]
+        recorded, without, verified, unverified = (thread_s for _, thread_s in in_turns(runs, repeats))
+        yield Verified(name, recorded / without, verified / unverified)
 
 
-def _peaks(row: Peaks) -> list[str]:
-    random_plans = f"{row.least:.4f} to {row.most:.4f}"
-    plain = f"{row.plain_bytes / MIB:.1f}"
-    return [row.net, f"{row.n_ops:,}", plain, f"{row.keep:.4f}", f"{row.sqrt:.4f}", random_plans, f"{row.fake:.4f}"]
+def _without_fingerprints(run: Callable[[], torch.Tensor]) -> None:
+    with patch.object(ContentsWatch, "look"), patch.object(ContentsWatch, "look_at_storage"):
+        record(run)
 
 
-def _boundaries(row: Boundaries) -> list[str]:
-    return [row.net, str(row.n_blocks), f"{row.ours:.3f}", f"{row.theirs:.3f}"]
+def figures(*, random: int = 10, repeats: int = 30) -> Iterator[Peaks | Boundaries | Cost | Verified]:
+    """All four tables.
+
+    Args:
+        random: Random plans a net.
+        repeats: Runs behind each cost.
+    """
+    yield from costs(repeats)
+    yield from verification(repeats)
+    yield from boundaries()
+    yield from prediction(random)
 
 
-def _cost(row: Cost) -> list[str]:
-    return [row.name, f"{row.us_per_op:.1f}"]
-
-
-_TABLES: dict[str, tuple[list[str], type, Callable[[Any], list[str]]]] = {
-    "peaks": (["net", "ops", "plain MiB", "keep", "`sqrt`", "random plans", "fake / real"], Peaks, _peaks),
-    "boundaries": (["net", "blocks a segment", "ours", "torch's checkpoint"], Boundaries, _boundaries),
-    "costs": (["", "µs an op over plain eager"], Cost, _cost),
+PARTS = {"costs": Cost, "verification": Verified, "boundaries": Boundaries, "peaks": Peaks}
+PEAKS = "{net} | {n_ops:,} | {plain_mib:.1f} | {keep:.4f} | {sqrt:.4f} | {least:.4f} to {most:.4f} | {fake:.4f}"
+BLOCKS = "net | blocks a segment | ours | torch's checkpoint"
+VERIFIED = "net | recording with fingerprints | a verified step"
+TABLES = {
+    "peaks": table(Peaks, "net | ops | plain MiB | keep | `sqrt` | random plans | fake / real", PEAKS),
+    "boundaries": table(Boundaries, BLOCKS, "{net} | {n_blocks} | {ours:.3f} | {theirs:.3f}"),
+    "costs": table(Cost, " | µs an op over plain eager", "{name} | {us_per_op:.1f}"),
+    "verification": table(Verified, VERIFIED, "{net} | {recorded:x.2f} | {guided:x.2f}"),
 }
-
-
-def main() -> None:
-    """Print the tables and write the figures."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--random", type=int, default=10, help="random plans a net")
-    parser.add_argument("--repeats", type=int, default=30, help="runs behind each cost")
-    parser.add_argument("--folder", type=Path, default=Path("outputs/engine"))
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    made = {"costs": costs(options.repeats), "boundaries": boundaries(), "peaks": prediction(options.random)}
-    found: dict[str, list[Any]] = {part: [] for part in made}
-    path = options.folder / "engine.json"
-    for part, rows in made.items():
-        found[part] = list(rows)
-        write_figures(path, **found)
-        print(table(path.read_text(), part), flush=True)
-
+BENCHMARK = Benchmark("engine", figures, PARTS, TABLES)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCHMARK.main())

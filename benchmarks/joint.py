@@ -1,40 +1,31 @@
 """Ranks and recomputation for one budget, beside each alone and beside the same share of each layer.
 
-``python -m benchmarks.joint [--nets DG] [--seeds 0 1 2] [--rounds 7] [--folder FOLDER]``, one thread, trained networks
-of ``trained_nets``, Adam. Rows: the dense step; recomputation alone; decomposition alone at a quarter; the same share
-of each layer with recomputation (the callback before ranks were shared out); ``fit_to_budget``. Peaks are true ones of
-a whole step by the profiler, weights, gradients and Adam's moments included; times are medians of thread time over
-rounds in which all rows take turns; scores are taken without training, after BatchNorm re-estimation (for G the loss in
-nats); choosing is in seconds of the processor, so that other work beside it does not count.
-
-``FOLDER/joint.json`` keeps the medians over the seeds; the table of ``docs/joint.md`` is made from a committed copy.
+One thread, trained networks of ``trained_nets``, Adam. Rows: the dense step; recomputation alone; decomposition alone
+at a quarter; the same share of each layer with recomputation (the callback before ranks were shared out);
+``fit_to_budget``. Peaks are true ones of a whole step by the profiler, weights, gradients and Adam's moments included;
+times are medians of thread time over rounds in which all rows take turns; scores are taken without training, after
+BatchNorm re-estimation (for G the loss in nats); choosing is in seconds of the processor, so that other work beside it
+does not count. All are medians over the seeds.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
-from pathlib import Path
 from statistics import median
-from time import process_time, thread_time
+from time import process_time
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from benchmarks.figures import markdown, rows_of, write_figures
-from benchmarks.peak import cpu_peak_bytes
-from benchmarks.trained_nets import Net, copied, trained
-from ctdr_lightning import Plan, decompose, fit_to_budget, plan, record
+from benchmarks.harness import Benchmark, pivot
+from benchmarks.steps import AdamStep, in_turns
+from benchmarks.trained_nets import Net, trained
+from ctdr_lightning import decompose, fit_to_budget, plan, record
 from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError
-from ctdr_lightning.evaluate.measure import one_thread
-from ctdr_lightning.joint.for_budget import states_per_weight
-from ctdr_lightning.joint.turns import RealStep
-from ctdr_lightning.memory.values.tensors import storage_bytes
 
 MIB = 2**20
 BUDGETS = {"D": (45 * MIB, 30 * MIB), "G": (0.87, 0.70, 0.52), "R": (0.70, 0.50), "V": (0.70, 0.50), "C": (0.70, 0.50)}
@@ -43,54 +34,21 @@ _SHOWN = ("dense", "recomputation alone", "decomposition alone, 1/4", "fit_to_bu
 
 
 @dataclass
-class Way:
-    """A network under a plan with its Adam."""
+class Way(AdamStep):
+    """A network under a plan, and what was predicted of it."""
 
-    name: str
-    model: nn.Module
-    batch: Any
-    loss: Callable[[nn.Module, Any], Tensor]
-    plan: Plan | None = None
-    note: str = ""
     least_bytes: int = 0  # the least peak that was found where no plan fits
     choosing_s: float | None = None
     predicted_bytes: int | None = None
     predicted_slowdown: float | None = None
 
-    def __post_init__(self) -> None:
-        self.optimizer = torch.optim.Adam(self.model.parameters(), 1e-5)
-        self.real = RealStep(self.model, partial(self.loss, self.model, self.batch), self.plan)
-
-    def step(self) -> None:
-        """Forward, backward and Adam's step."""
-        self.real.run()
-        self.optimizer.step()
-
-    def peak_bytes(self) -> int:
-        """True peak of a step, what is there before it included."""
-        self.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        state = [t for entries in self.optimizer.state.values() for t in entries.values() if isinstance(t, Tensor)]
-        there = storage_bytes([*self.model.parameters(), *self.model.buffers(), *self.batch, *state])
-        return there + cpu_peak_bytes(self.step)
-
 
 @dataclass(frozen=True)
 class Figure:
-    """One way on one network under one budget.
+    """Medians of one way on one network under one budget, over the seeds that reach it where most do.
 
-    Attributes:
-        net: Its letter.
-        budget_bytes: What the peak may reach.
-        way: Its name.
-        peak_bytes: Of a step; where the way does not reach the budget, the least peak that it reaches.
-        slowdown: Time of a step over the dense one's; None where the budget is not reached.
-        score: Percent right, or nats; None where the budget is not reached.
-        choosing_s: Processor seconds of choosing ranks and plan; None where nothing was chosen.
-        predicted_bytes: The peak that was predicted, where one was.
-        predicted_slowdown: The time, over the dense step's.
-        seeds: How many networks it is the median of.
-        reached: How many of them reached the budget.
+    Where it is not reached, ``peak_bytes`` is the least peak, and time over the dense step's and score are missing.
+    Scores are percent right, or nats; ``choosing_s`` are processor seconds.
     """
 
     net: str
@@ -111,27 +69,29 @@ def decomposed(net: Net, batches: list[Any]) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     options = {"step": net.loss, "measure": False, "recompute": True, "progress": False}
     for name, allocate in (("decomposition alone", "auto"), ("same share of each layer", None)):
-        found[name] = copied(net).train()
+        found[name] = deepcopy(net.model).train()
         decompose(found[name], 0.25, allocate=allocate, data=batches if allocate else None, **options)
     return found
 
 
 def ways(net: Net, batches: list[Any], budget: int, quarter: Mapping[str, nn.Module]) -> list[Way]:
-    """Every way to meet a budget; those that cannot say so in their note."""
+    """Every way to meet a budget; those that cannot have no plan."""
     step, first = net.loss, batches[0]
     make = partial(_planned, net, first, budget)
-    found = [Way("dense", copied(net).train(), first, step), make("recomputation alone", copied(net).train(), True)]
+    found = [
+        Way("dense", deepcopy(net.model).train(), first, step),
+        make("recomputation alone", deepcopy(net.model).train(), True),
+    ]
     for name, plans in (("decomposition alone", False), ("same share of each layer", True)):
         found.append(make(f"{name}, 1/4", deepcopy(quarter[name]), plans))
-    model, begin_s = copied(net).train(), process_time()
+    model, begin_s = deepcopy(net.model).train(), process_time()
+    made = partial(Way, "fit_to_budget", model, first, step)
     try:
         fit = fit_to_budget(model, step, batches, budget, progress=False)
     except InfeasibleBudgetError as error:
-        return [*found, Way("fit_to_budget", model, first, step, None, f"no: {error.problem}", error.least_peak_bytes)]
-    choosing_s, slowdown = process_time() - begin_s, fit.seconds / fit.dense_s
-    told = f"KL {fit.loss:.4f}, predicted {fit.peak_bytes / MIB:.1f} MiB, x{slowdown:.2f}; {choosing_s:.0f} s"
-    predicted = (choosing_s, fit.peak_bytes, slowdown)
-    return [*found, Way("fit_to_budget", model, first, step, fit.plan, told, 0, *predicted)]
+        return [*found, made(least_bytes=error.least_peak_bytes)]
+    predicted = {"predicted_bytes": fit.peak_bytes, "predicted_slowdown": fit.seconds / fit.dense_s}
+    return [*found, made(plan=fit.plan, choosing_s=process_time() - begin_s, **predicted)]
 
 
 def _planned(net: Net, batch: Any, budget: int, name: str, model: nn.Module, plans: bool) -> Way:
@@ -139,47 +99,23 @@ def _planned(net: Net, batch: Any, budget: int, name: str, model: nn.Module, pla
         return Way(name, model, batch, net.loss)
     net.loss(model, batch).backward()
     model.zero_grad(set_to_none=True)
-    state_bytes = round(states_per_weight("adam") * sum(4 * p.numel() for p in model.parameters()))
+    state_bytes = 2 * sum(4 * p.numel() for p in model.parameters())
     trace = record(lambda: net.loss(model, batch)).with_static(state_bytes)
     model.zero_grad(set_to_none=True)
     try:
         return Way(name, model, batch, net.loss, plan(trace, budget))
     except (InfeasibleBudgetError, ConfigError) as error:
-        least = getattr(error, "least_peak_bytes", 0)
-        return Way(name, model, batch, net.loss, None, f"no: least peak {least / MIB:.1f} MiB", least)
+        return Way(name, model, batch, net.loss, least_bytes=getattr(error, "least_peak_bytes", 0))
 
 
-def seconds(found: list[Way], rounds: int) -> list[float]:
-    """Median seconds of each way's step, all in turns."""
-    taken: list[list[float]] = [[] for _ in found]
-    for _ in range(rounds):
-        for way, times in zip(found, taken, strict=True):
-            begin = thread_time()
-            way.step()
-            times.append(thread_time() - begin)
-    return [median(times) for times in taken]
-
-
-def show(
-    net: Net, batches: list[Any], budget: int, quarter: Mapping[str, nn.Module], rounds: int, seed: int
-) -> list[Figure]:
-    """Print one budget's table; returns its figures."""
+def measured(net: Net, batches: list[Any], budget: int, quarter: Mapping[str, nn.Module], rounds: int) -> list[Figure]:
+    """Every way under one budget."""
     found = ways(net, batches, budget, quarter)
     scores = [net.score(net.reestimated(deepcopy(way.model))) for way in found]
     peaks = [way.peak_bytes() for way in found]
-    times = seconds(found, rounds)
-    print(f"\n{net.name}, seed {seed}, budget {budget / MIB:.1f} MiB ({budget / peaks[0]:.0%} of dense)")
-    print(f"{'':30s} {'parameters':>10s} {'peak MiB':>8s} {'fits':>5s} {'step/dense':>10s} {'score':>8s}  note")
-    for way, score, peak, time in zip(found, scores, peaks, times, strict=True):
-        n_parameters = sum(p.numel() for p in way.model.parameters())
-        fits = "yes" if peak <= budget else "no"
-        print(
-            f"{way.name:30s} {n_parameters:10,} {peak / MIB:8.1f} {fits:>5s} {time / times[0]:10.2f} {score:8.4g}  "
-            f"{way.note}",
-            flush=True,
-        )
-    measured = zip(found, peaks, times, scores, strict=True)
-    return [_figure(net.name, budget, way, peak, time / times[0], score) for way, peak, time, score in measured]
+    times = [time for _, time in in_turns([way.step for way in found], rounds)]
+    figures = zip(found, peaks, times, scores, strict=True)
+    return [_figure(net.name, budget, way, peak, time / times[0], score) for way, peak, time, score in figures]
 
 
 def _figure(net: str, budget: int, way: Way, peak: int, slowdown: float, score: float) -> Figure:
@@ -213,17 +149,30 @@ def _median(of: Sequence[Figure]) -> Figure:
     return replace(counted[0], peak_bytes=peak, seeds=len(of), reached=len(reached), **numbers)
 
 
-def table(text: str) -> str:
-    """The figures of a ``joint.json`` as a Markdown table."""
-    figures = rows_of(text, "rows", Figure)
-    more = ["predicted", "choosing"] if any(figure.choosing_s is not None for figure in figures) else []
-    head = ["network, budget", *_SHOWN, *more]
-    lines = [head]
-    for (net, budget), of in groupby(figures, lambda figure: (figure.net, figure.budget_bytes)):
-        by_way = {figure.way: figure for figure in of}
-        cells = [_cell(by_way[way]) for way in _SHOWN]
-        lines.append([f"{net}, {budget / MIB:.1f} MiB", *cells, *_prediction(by_way[_SHOWN[-1]])[: len(more)]])
-    return markdown(text, lines)
+def figures_of(name: str, seed: int, rounds: int) -> list[Figure]:
+    """Every budget of one network of one seed."""
+    net = trained(name, seed)
+    batches = list(net.batches[:_N_BATCHES])
+    if name == "G":  # slices of one long text: copied, or the whole text would count as the batch's memory
+        batches = [tuple(t[:_SMALL_BATCH].clone() for t in batch) for batch in batches]
+    dense = Way("dense", deepcopy(net.model).train(), batches[0], net.loss).peak_bytes()
+    quarter, figures = decomposed(net, batches), []
+    for budget in BUDGETS[name]:
+        allowed = budget if isinstance(budget, int) else round(budget * dense)
+        figures += measured(net, batches, allowed, quarter, rounds)
+    return figures
+
+
+def figures(*, nets: str = "DG", seeds: Sequence[int] = (0,), rounds: int = 7) -> Iterator[Figure]:
+    """Every budget of each network.
+
+    Args:
+        nets: Their letters.
+        seeds: Of their training.
+        rounds: Behind each time.
+    """
+    for name in nets:
+        yield from medians([figures_of(name, seed, rounds) for seed in seeds])
 
 
 def _cell(figure: Figure) -> str:
@@ -235,42 +184,22 @@ def _cell(figure: Figure) -> str:
     return f"{peak}, {time}{figure.score:.4g}{count}"
 
 
-def _prediction(figure: Figure) -> tuple[str, str]:
-    if figure.predicted_bytes is None or figure.predicted_slowdown is None or figure.choosing_s is None:
-        return "", ""
-    return f"{figure.predicted_bytes / MIB:.1f} MiB, x{figure.predicted_slowdown:.2f}", f"{figure.choosing_s:.0f} s"
+def _chosen(figures: Sequence[Figure]) -> str:
+    ours = figures[-1]
+    if ours.predicted_bytes is None:
+        return " | "
+    return f"{ours.predicted_bytes / MIB:.1f} MiB, x{ours.predicted_slowdown:.2f} | {ours.choosing_s:.0f} s"
 
 
-def run(name: str, seed: int, rounds: int) -> list[Figure]:
-    """Every budget of one network of one seed."""
-    net = trained(name, seed)
-    batches = list(net.batches[:_N_BATCHES])
-    if name == "G":  # slices of one long text: copied, or the whole text would count as the batch's memory
-        batches = [tuple(t[:_SMALL_BATCH].clone() for t in batch) for batch in batches]
-    dense = Way("dense", copied(net).train(), batches[0], net.loss).peak_bytes()
-    quarter, figures = decomposed(net, batches), []
-    for budget in BUDGETS[name]:
-        allowed = budget if isinstance(budget, int) else round(budget * dense)
-        figures += show(net, batches, allowed, quarter, rounds, seed)
-    return figures
+def _asked(figure: Figure) -> str:
+    return f"{figure.net}, {figure.budget_bytes / MIB:.1f} MiB"
 
 
-def main() -> None:
-    """Print the tables and write the figures."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--nets", default="DG")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--folder", type=Path, default=Path("outputs/joint"))
-    options = parser.parse_args()
-    figures: dict[str, list[list[Figure]]] = {}
-    with one_thread():
-        for name in options.nets:
-            for seed in options.seeds:
-                figures.setdefault(name, []).append(run(name, seed, options.rounds))
-                rows = [figure for runs in figures.values() for figure in medians(runs)]
-                write_figures(options.folder / "joint.json", rows=rows)
-
+TABLE = pivot(
+    Figure, "network, budget", _asked, "{way}", _cell,
+    right=("predicted | choosing", _chosen), where=lambda figure: figure.way in _SHOWN,
+)  # fmt: skip
+BENCHMARK = Benchmark("joint", figures, {"rows": Figure}, {"table": TABLE})
 
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCHMARK.main())

@@ -1,75 +1,58 @@
 """Every policy that moves or compresses tensors, on a link of a chosen rate: measured peak, time and bytes moved.
 
-    python -m benchmarks.moving             # all policies on a transformer and a ResNet, `auto` at four rates
-    python -m benchmarks.moving policies --nets M
+``policies``: all of them on a transformer and a ResNet. ``ratios``: `auto` at four rates.
 
 A processor's steps are so slow that any disk looks infinitely fast. So a file, in memory where the system has a place
 for such files, is slowed down to a *ratio*: 1 moves all that autograd saves, one way, in the time of one step. Each
 policy is given the smallest of ``SHARES`` of the plain peak that it can meet. Peaks are the allocator's, with the
 staging buffers; times are of one thread, plain step and plan in turns; gradients are compared with the plain step's to
-the bit. ``FOLDER/moving.json`` keeps the figures, and ``benchmarks.documents`` makes tables of a committed copy of it.
+the bit.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import re
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
-from benchmarks.figures import markdown, rows_of, write_figures
-from benchmarks.nets import Attention, Net, net_rn18
-from benchmarks.offload import ROUNDS, Case, Measured, measured
-from benchmarks.peak import keep_freed_memory
+from benchmarks.harness import Benchmark, Figures, table, text_of
+from benchmarks.nets import Net, net_rn18, transformer
+from benchmarks.offload import ROUNDS, TEMPORARY, Case, Measured, measured
+from benchmarks.steps import keep_freed_memory
 from ctdr_lightning.basics.errors import CTDRError
-from ctdr_lightning.basics.units import MIB
 from ctdr_lightning.memory import POLICIES, Plan, plan, simulate
 from ctdr_lightning.memory.holders.base import HolderOptions, Holders
 from ctdr_lightning.memory.holders.measure import measure_codecs, measure_links
-from ctdr_lightning.memory.plans.actions import Compress, Offload
+from ctdr_lightning.memory.simulator.actions import Compress, Offload
 
 SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)
+# A folder whose files are in memory, where there is one.
+IN_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else TEMPORARY
 RATIOS = (0.25, 0.5, 1.0, 2.0)
 POLICY_FILES = Path(__file__).parents[1] / "ctdr_lightning" / "memory" / "policies"
 
 
-def net_m() -> Net:
-    """M: four transformer blocks of width 384 on 8 x 128 tokens."""
-    torch.manual_seed(0)
-    return nn.Sequential(*[Attention(384) for _ in range(4)]), torch.randn(8, 128, 384), lambda net, x: net(x).sum()
-
-
-NETS: dict[str, Callable[[], Net]] = {"M": net_m, "RN18": lambda: net_rn18(8)}
+NETS: dict[str, Callable[[], Net]] = {"M": partial(transformer, 4, 384), "RN18": partial(net_rn18, 8)}
 
 
 @dataclass(frozen=True)
 class Row(Measured):
-    """One plan, as it was measured.
-
-    Attributes:
-        net: The net.
-        policy: The policy.
-        ratio: Rate of the link: 1 moves all saved bytes, one way, in the time of a step.
-        share: Its budget, as a share of the plain peak; 0 where it met none of those tried.
-    """
+    """One plan at a link's ratio, for a share of the plain peak; 0 where the policy met no share that was tried."""
 
     net: str
     policy: str
     ratio: float
     share: float
 
-
-def _in_memory() -> Path:
-    """A folder whose files are in memory, where there is one."""
-    return Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+    @property
+    def fits(self) -> bool:
+        """Whether a plan was found."""
+        return bool(self.share)
 
 
 def moving_policies() -> list[str]:
@@ -126,18 +109,8 @@ class Bench:
         return row
 
 
-def rows(nets: list[str], tables: list[str], folder: Path, n_rounds: int) -> Iterator[Row]:
-    """Every policy at ratio 1, then `auto` at all ratios."""
-    for name in nets:
-        bench = Bench(name, folder, n_rounds)
-        if "policies" in tables:
-            yield from (bench.measured(policy, 1.0) for policy in moving_policies())
-        if "ratios" in tables:
-            yield from (bench.measured("auto", ratio) for ratio in RATIOS)
-
-
 def claims() -> dict[str, str]:
-    """What each policy's paper claims, from the heads of the files."""
+    """The claims of each policy's paper, from the heads of the files."""
     found = {}
     for path in POLICY_FILES.glob("*.py"):
         source = path.read_text()
@@ -147,63 +120,49 @@ def claims() -> dict[str, str]:
     return found
 
 
-def policy_table(text: str) -> str:
-    """The policies' figures of a ``moving.json`` as a Markdown table."""
-    found = {(row.net, row.policy): row for row in rows_of(text, "rows", Row) if row.ratio == 1.0}
-    head = ["net, policy", "peak (predicted)", "wall (predicted)", "processor", "moved", "its paper claims"]
-    said = claims()
-    return markdown(text, [head, *(_policy_line(row, said.get(row.policy, "")) for row in found.values())])
+def figures(
+    tables: Sequence[str] = ("policies", "ratios"),
+    *,
+    nets: Sequence[str] = tuple(NETS),
+    rounds: int = ROUNDS,
+    disk: Path = IN_MEMORY,
+) -> Iterator[Row]:
+    """Every policy at ratio 1, then `auto` at all ratios.
 
-
-def ratio_table(text: str) -> str:
-    """The figures of `auto` by the link's rate as a Markdown table."""
-    measured = [row for row in rows_of(text, "rows", Row) if row.policy == "auto" and row.plain_bytes]
-    found = {(row.net, row.ratio): row for row in measured}
-    head = ["net", "rate", "peak (predicted)", "wall", "predicted", "processor", "moved"]
-    return markdown(text, [head, *map(_ratio_line, found.values())])
-
-
-def _policy_line(row: Row, claim: str) -> list[str]:
-    who = f"{row.net}, `{row.policy}`"
-    if not row.share:
-        return [who, f"over {SHARES[-1]:g}", "", "", "", claim]
-    wall = f"x{row.wall:.2f} ({row.predicted:.2f})"
-    return [who, _peak(row), wall, f"x{row.processor:.2f}", f"{row.moved_bytes / MIB:.0f} MiB", claim]
-
-
-def _ratio_line(row: Row) -> list[str]:
-    times = (f"x{seconds:.3f}" for seconds in (row.wall, row.predicted, row.processor))
-    return [row.net, f"{row.ratio:g}", _peak(row), *times, f"{row.moved_bytes / MIB:.0f} MiB"]
-
-
-def _peak(row: Row) -> str:
-    return f"{row.peak_bytes / row.plain_bytes:.2f} ({row.predicted_bytes / row.plain_bytes:.2f})"
-
-
-def main() -> int:
-    """Measure, print and write the figures; a run adds to those that the file holds already."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("tables", nargs="*", choices=["policies", "ratios", []], help="which tables; all by default")
-    parser.add_argument("--nets", nargs="+", default=list(NETS), choices=list(NETS))
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--folder", type=Path, default=Path("outputs/moving"))
-    parser.add_argument("--disk", type=Path, default=_in_memory(), help="where the disk's file is")
-    options = parser.parse_args()
+    Args:
+        tables: Which.
+        nets: Of both.
+        rounds: How often each plan is timed.
+        disk: Where the disk's file is.
+    """
     keep_freed_memory()
-    torch.set_num_threads(1)
-    file = options.folder / "moving.json"
-    known = {_key(row): row for row in (rows_of(file.read_text(), "rows", Row) if file.exists() else [])}
-    tables = options.tables or ["policies", "ratios"]
-    for row in rows(options.nets, tables, options.disk, options.rounds):
-        print(row, flush=True)
-        known[_key(row)] = row
-        write_figures(file, rows=list(known.values()))
-    return 0 if all(row.equal for row in known.values()) else 1
+    for name in nets:
+        bench = Bench(name, disk, rounds)
+        if "policies" in tables:
+            yield from (bench.measured(policy, 1.0) for policy in moving_policies())
+        if "ratios" in tables:
+            yield from (bench.measured("auto", ratio) for ratio in RATIOS)
 
 
-def _key(row: Row) -> tuple[str, str, float]:
-    return row.net, row.policy, row.ratio
+def _policies(found: Figures) -> str:
+    said = claims()
 
+    def line(row: Row) -> str:
+        return f"{text_of(POLICY if row.fits else UNMET, row)} | {said.get(row.policy, '')}"
+
+    head = "net, policy | peak (predicted) | wall (predicted) | processor | moved | its paper claims"
+    return table(Row, head, line, lambda row: row.ratio == 1.0)(found)
+
+
+PEAK, MOVED = "{peak:.2f} ({predicted_peak:.2f})", "{moved_mib:.0f} MiB"
+POLICY = f"{{net}}, `{{policy}}` | {PEAK} | {{wall:x.2f}} ({{predicted:.2f}}) | {{processor:x.2f}} | {MOVED}"
+UNMET = f"{{net}}, `{{policy}}` | over {SHARES[-1]:g} |  |  | "
+RATIO = f"{{net}} | {{ratio:g}} | {PEAK} | {{wall:x.3f}} | {{predicted:x.3f}} | {{processor:x.3f}} | {MOVED}"
+RATIO_HEAD = "net | rate | peak (predicted) | wall | predicted | processor | moved"
+RATIO_TABLE = table(Row, RATIO_HEAD, RATIO, lambda row: row.policy == "auto" and row.fits)
+TABLES = {"policies": _policies, "ratios": RATIO_TABLE}
+CHOICES = {"tables": ("policies", "ratios"), "nets": NETS}
+BENCHMARK = Benchmark("moving", figures, {"rows": Row}, TABLES, CHOICES, ("net", "policy", "ratio"))
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

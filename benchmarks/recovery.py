@@ -1,37 +1,35 @@
 """Recovery on scikit-learn's digits: one cut against four, at equal fine-tuning after a cut and at equal epochs in all.
 
-``python -m benchmarks.recovery`` trains the digits network densely, then decomposes every convolution but the first to
-an eighth of its parameters in a Trainer with `CTDRCallback`. The learning rate is held and falls to zero over the last
-two epochs (``tuned``). ``short``: 32 steps at the rate of dense training, falling from the first. ``lower``: the same
-steps at a lower rate. ``scratch``: the rate of dense training, the network untrained. A row a way: test accuracy after
-the last epoch, its median and mean over the seeds, and the mean test cross-entropy, which still tells ways apart where
-accuracy is saturated.
-
-``FOLDER/recovery.json`` keeps the figures; `benchmarks.documents` makes a table of a committed copy of it.
+The digits network is trained densely, then every convolution but the first is decomposed to an eighth of its parameters
+in a Trainer with `CTDRCallback`. The learning rate is held and falls to zero over the last two epochs (``tuned``).
+``short``: 32 steps at the rate of dense training, falling from the first. ``lower``: the same steps at a lower rate.
+``scratch``: the rate of dense training, the network untrained. A row a way: test accuracy after the last epoch, its
+median and mean over the seeds, and the mean test cross-entropy, which still tells ways apart where accuracy is
+saturated.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import logging
 import math
+import sys
 import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from statistics import mean, median
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.digits import BATCH, RATE, Digits, augment, network, train
-from benchmarks.figures import markdown, rows_of, write_figures
+from benchmarks.digits import RATE, augment, network, seed, train
+from benchmarks.harness import Benchmark, table
+from benchmarks.trained_nets import BATCH, digits
 from ctdr_lightning import CTDRCallback, Recovery
 from ctdr_lightning.recovery import Distillation, Phase
 
@@ -40,7 +38,7 @@ TEACHER = Distillation(module="net")
 
 
 class Setting(NamedTuple):
-    """What the ways have in common.
+    """Common properties of some ways.
 
     Args:
         ways: Cut epochs, epochs in all and teacher, by name.
@@ -83,8 +81,9 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One way: its name, accuracy in percent of each seed, mean cross-entropy, times fewer parameters."""
+    """One way: its setting and name, accuracy in percent of each seed, mean cross-entropy, times fewer parameters."""
 
+    setting: str
     name: str
     accuracies: list[float]
     loss: float
@@ -126,15 +125,12 @@ class FineTuned(LightningModule):
         return (1 + math.cos(math.pi * fallen)) / 2
 
 
-def recover(dense: nn.Module, data: Digits, way: Way, rank: float, seed: int, setting: Setting) -> tuple[float, ...]:
+def recover(dense: nn.Module, way: Way, rank: float, number: int, setting: Setting) -> tuple[float, ...]:
     """Decompose and train a copy; returns accuracy in percent, cross-entropy and parameters."""
-    torch.manual_seed(seed)
-    np.random.seed(seed)
-    images = {name: TensorDataset(data.images[part], data.labels[part]) for name, part in
-              (("train", data.train), ("test", data.test))}  # fmt: skip
-    loader = DataLoader(images["train"], BATCH, shuffle=True)
+    seed(number)
+    train_set, test_set = (TensorDataset(*map(torch.cat, zip(*part, strict=True))) for part in digits(16))
+    loader = DataLoader(train_set, BATCH, shuffle=True)
     cut_epochs, epochs, distill = way
-    recovery = Recovery(cut_epochs=cut_epochs, phases=[Phase(1)], distill=distill)
     steps = int(setting.share * len(loader))
     held = (epochs - setting.falling) * steps
     module = FineTuned(copy.deepcopy(dense), setting.rate, held, setting.falling * steps)
@@ -142,7 +138,7 @@ def recover(dense: nn.Module, data: Digits, way: Way, rank: float, seed: int, se
         rank=rank,
         method="tucker",
         select=["net.*", "!net.0", "!net.17"],
-        recovery=recovery,
+        recovery=Recovery(cut_epochs=cut_epochs, phases=[Phase(1)], distill=distill),
         policy="keep",
         verbose=False,
     )
@@ -150,62 +146,50 @@ def recover(dense: nn.Module, data: Digits, way: Way, rank: float, seed: int, se
         max_epochs=epochs, accelerator="cpu", callbacks=[callback], logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, limit_train_batches=setting.share,
     )  # fmt: skip
-    trainer.fit(module, loader, DataLoader(images["test"], 1000))
+    trainer.fit(module, loader, DataLoader(test_set, 1000))
     found = trainer.callback_metrics
     return float(found["accuracy"]), float(found["loss"]), sum(p.numel() for p in module.parameters())
 
 
 @cache
-def dense_network(data: Digits, epochs: int, seed: int) -> nn.Module:
+def dense_network(epochs: int, number: int) -> nn.Module:
     """The digits network, trained for so many epochs; to be copied."""
-    torch.manual_seed(seed)
-    np.random.seed(seed)
+    seed(number)
     dense = network()
     if epochs:
-        train(dense, data, epochs, 0.1)
+        train(dense, epochs, 0.1)
     return dense
 
 
-def rows_in(setting: Setting, data: Digits, rank: float, n_seeds: int) -> list[Row]:
-    """Every way of a setting, over its seeds."""
-    n_dense = sum(p.numel() for p in network().parameters())
-    found = []
-    for name, way in setting.ways.items():
-        runs = [recover(dense_network(data, setting.trained, seed), data, way, rank, seed, setting)
-                for seed in range(n_seeds)]  # fmt: skip
-        accuracies, losses, sizes = zip(*runs, strict=True)
-        found.append(Row(name, list(accuracies), mean(losses), n_dense / sizes[0]))
-    return found
+def figures(settings: Sequence[str] = tuple(SETTINGS), *, seeds: int = 0, rank: float = 0.125) -> Iterator[Row]:
+    """Every way of each setting, over its seeds.
 
-
-def table(text: str, part: str) -> str:
-    """One setting of a ``recovery.json`` as a Markdown table."""
-    lines = [["", "accuracy by seed, %", "median", "mean", "mean cross-entropy", "times fewer parameters"]]
-    for row in rows_of(text, part, Row):
-        seeds = ", ".join(f"{accuracy:.2f}" for accuracy in row.accuracies)
-        middle = f"{median(row.accuracies):.2f}", f"{mean(row.accuracies):.2f}"
-        lines.append([row.name, seeds, *middle, f"{row.loss:.3f}", f"{row.ratio:.1f}"])
-    return markdown(text, lines)
-
-
-def main() -> None:
-    """Print the tables and write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("settings", nargs="*", choices=[*SETTINGS, []], help="all by default")
-    parser.add_argument("--seeds", type=int, help="in the place of the settings' own number")
-    parser.add_argument("--rank", type=float, default=0.125)
-    parser.add_argument("--folder", type=Path, default=Path("outputs/recovery"))
-    arguments = parser.parse_args()
+    Args:
+        settings: Which.
+        seeds: How many; 0 for each setting's own number.
+        rank: Share of the parameters.
+    """
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    data, path, found = Digits(), arguments.folder / "recovery.json", {}
-    for name in arguments.settings or SETTINGS:
+    n_dense = sum(p.numel() for p in network().parameters())
+    for name in settings:
         setting = SETTINGS[name]
-        found[name] = rows_in(setting, data, arguments.rank, arguments.seeds or setting.seeds)
-        write_figures(path, **found)
-        print(f"{name}\n\n{table(path.read_text(), name)}", flush=True)
+        for title, way in setting.ways.items():
+            dense = (dense_network(setting.trained, number) for number in range(seeds or setting.seeds))
+            runs = [recover(net, way, rank, number, setting) for number, net in enumerate(dense)]
+            accuracies, losses, sizes = zip(*runs, strict=True)
+            yield Row(name, title, list(accuracies), mean(losses), n_dense / sizes[0])
 
+
+def _line(row: Row) -> str:
+    found = row.accuracies
+    seeds = ", ".join(f"{accuracy:.2f}" for accuracy in found)
+    return f"{row.name} | {seeds} | {median(found):.2f} | {mean(found):.2f} | {row.loss:.3f} | {row.ratio:.1f}"
+
+
+HEAD = " | accuracy by seed, % | median | mean | mean cross-entropy | times fewer parameters"
+TABLES = {name: table(Row, HEAD, _line, lambda row, name=name: row.setting == name) for name in SETTINGS}
+BENCHMARK = Benchmark("recovery", figures, {"rows": Row}, TABLES, {"settings": SETTINGS}, ("setting", "name"))
 
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCHMARK.main())

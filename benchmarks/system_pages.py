@@ -1,4 +1,4 @@
-"""A page for each policy, method and codec, made from the head of its file while mkdocs builds.
+"""Pages made while mkdocs builds: home from the README, and one for each policy, method and codec from its file's head.
 
 mkdocs calls ``on_files`` (see ``hooks`` in mkdocs.yml).
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,7 @@ NOT_ONE = {"__init__", "base", "registry", "groups", "packing"}  # files that ho
 
 @dataclass(frozen=True)
 class Kind:
-    """One folder of files, each on one system.
-
-    Attributes:
-        title: Of the index page.
-        folder: Within the package.
-        use: How one is asked for; ``{name}`` is its name.
-        about: A sentence.
-    """
+    """One folder of the package, each of whose files is on one system; ``{name}`` in ``use`` is how it is asked for."""
 
     title: str
     folder: str
@@ -37,22 +29,29 @@ class Kind:
 KINDS = {
     "systems": Kind(
         "Policies one by one", "memory/policies", 'CTDRCallback(policy="{name}")',
-        "Each published system is one file. What it reproduces, models and leaves out stands at its head, and here.",
+        "Each published system is one file. Its head says what is reproduced, modelled and left out.",
     ),
     "methods": Kind(
-        "Methods one by one", "decomposition/methods", 'CTDRCallback(method="{name}")',
+        "Methods one by one", "decomposition/methods", 'CTDRCallback(rank=0.25, method="{name}")',
         "Each way to write a layer as a chain of smaller ones is one file. Its head is this page.",
     ),
     "codecs": Kind(
-        "Codecs one by one", "memory/codecs", 'CTDRCallback(codecs="{name}")',
+        "Codecs one by one", "memory/codecs", 'CTDRCallback(memory_budget="8GiB", codecs="{name}")',
         "Each way to write a tensor in fewer bytes is one file. Its head is this page.",
     ),
 }  # fmt: skip
 
 
+def home() -> str:
+    """The README as a page of ``docs/``; a link to a file outside of it becomes its text."""
+    text = (ROOT / "README.md").read_text().replace("](docs/", "](")
+    link = r"\[([^]]+)\]\((?!https?:)([^)#]+)[^)]*\)"
+    return re.sub(link, lambda found: found[0] if (ROOT / "docs" / found[2]).exists() else found[1], text)
+
+
 def pages() -> dict[str, str]:
     """Markdown by its place under ``docs/``."""
-    found = {}
+    found = {"index.md": home()}
     for place, kind in KINDS.items():
         rows = []
         for path in sorted((PACKAGE / kind.folder).glob("*.py")):
@@ -75,27 +74,8 @@ def _page(path: Path, head: str, kind: Kind) -> str:
 
 def registered(path: Path) -> list[str]:
     """The names under which a file registers something, or that its classes bear."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".register"):
-            found += [a.value for a in node.args[:1] if isinstance(a, ast.Constant) and isinstance(a.value, str)]
-        if isinstance(node, ast.ClassDef):
-            found += list(_name_of(node))
-    return list(dict.fromkeys(found))
-
-
-def _name_of(node: ast.ClassDef) -> Iterator[str]:
-    for line in node.body:
-        target = (
-            line.target
-            if isinstance(line, ast.AnnAssign)
-            else line.targets[0]
-            if isinstance(line, ast.Assign)
-            else None
-        )
-        value = getattr(line, "value", None)
-        if isinstance(target, ast.Name) and target.id == "name" and isinstance(value, ast.Constant):
-            yield str(value.value)
+    named = r'\.register\(\s*"(\w+)"|^    name(?:: [^=]+)? = "(\w+)"'
+    return list(dict.fromkeys("".join(found) for found in re.findall(named, path.read_text(), re.MULTILINE)))
 
 
 def _markdown(head: str) -> str:

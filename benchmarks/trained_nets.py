@@ -1,7 +1,5 @@
 """Small trained networks that the benchmarks of ranks share; each is trained once a seed and kept in a folder.
 
-``python -m benchmarks.trained_nets`` trains what is missing (one thread) and prints what each reaches. The networks:
-
 * C: six layers, BatchNorm, 8 x 8 digits (278,890 parameters).
 * D: the demo's CNN, 16 x 16 digits (1,940,970).
 * R: a residual network of nine blocks, 16 x 16 digits (272,186).
@@ -11,8 +9,6 @@
 
 from __future__ import annotations
 
-import argparse
-import copy
 import os
 import sysconfig
 import tempfile
@@ -20,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from statistics import median
 
 import torch
 from sklearn.datasets import load_digits
@@ -28,7 +23,7 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ctdr_lightning.evaluate.measure import one_thread
+from benchmarks.nets import R_BLOCKS, Attention, BasicBlock, unit
 from ctdr_lightning.recovery.batchnorm import reestimate
 from ctdr_recipes.classifier import cnn
 from ctdr_recipes.demo import STRIDES, WIDTHS
@@ -102,19 +97,13 @@ def trained(name: str, seed: int = 0) -> Net:
     if path.exists():
         task.model.load_state_dict(torch.load(path, weights_only=True))
     else:
-        with one_thread():
-            _train(task, task.model, epochs, seed, rate)
+        _train(task, task.model, epochs, seed, rate)
         FOLDER.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}")
         torch.save(task.model.state_dict(), partial)
         partial.rename(path)
     task.model.eval()
     return task
-
-
-def copied(net: Net) -> nn.Module:
-    """A copy of a trained network's model, to be changed."""
-    return copy.deepcopy(net.model)
 
 
 def _train(net: Net, model: nn.Module, epochs: int, seed: int, rate: float) -> None:
@@ -146,12 +135,13 @@ def _shuffled(batches: Sequence[Batch], generator: torch.Generator) -> list[Batc
 
 
 @lru_cache
-def _digits(side: int) -> tuple[list[Batch], list[Batch]]:
-    digits = load_digits()
-    images = torch.tensor(digits.images / 16.0, dtype=torch.float32)[:, None]
+def digits(side: int) -> tuple[list[Batch], list[Batch]]:
+    """The 1,797 digits at so many pixels a side in order, 1,078 of them for training, the others held out."""
+    loaded = load_digits()
+    images = torch.tensor(loaded.images / 16.0, dtype=torch.float32)[:, None]
     images = F.interpolate(images, size=(side, side), mode="bilinear") if side != 8 else images
-    labels = torch.tensor(digits.target)
-    parts = train_test_split(range(len(labels)), test_size=0.4, random_state=0, stratify=digits.target)
+    labels = torch.tensor(loaded.target)
+    parts = train_test_split(range(len(labels)), test_size=0.4, random_state=0, stratify=loaded.target)
     train, test = ([(images[r], labels[r]) for r in torch.tensor(part).split(BATCH)] for part in parts)
     return train, test
 
@@ -163,55 +153,22 @@ def _shift_and_noise(images: Tensor) -> Tensor:
 
 
 def _c() -> tuple[Net, int, float]:
-    def stage(n_in: int, n_out: int) -> list[nn.Module]:
-        return [nn.Conv2d(n_in, n_out, 3, padding=1, bias=False), nn.BatchNorm2d(n_out), nn.ReLU()]
-
-    stages = [*stage(1, 32), *stage(32, 64), *stage(64, 64), nn.MaxPool2d(2), *stage(64, 128), *stage(128, 128)]
-    model = nn.Sequential(*stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
-    return Net("C", model, *_digits(8), _shift_and_noise, 0.02), 15, 0.1
+    widths = [(1, 32), (32, 64), (64, 64), (64, 128), (128, 128)]
+    layers = [layer for pair in widths for layer in unit(*pair, inplace=False)]
+    layers.insert(9, nn.MaxPool2d(2))
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
+    return Net("C", model, *digits(8), _shift_and_noise, 0.02), 15, 0.1
 
 
 def _d() -> tuple[Net, int, float]:
-    return Net("D", cnn(WIDTHS, STRIDES), *_digits(16), _shift_and_noise, 0.02), 10, 0.1
-
-
-class _Residual(nn.Module):
-    def __init__(self, n_in: int, n_out: int, stride: int) -> None:
-        super().__init__()
-        self.conv1, self.norm1 = nn.Conv2d(n_in, n_out, 3, stride, 1, bias=False), nn.BatchNorm2d(n_out)
-        self.conv2, self.norm2 = nn.Conv2d(n_out, n_out, 3, 1, 1, bias=False), nn.BatchNorm2d(n_out)
-        self.short = nn.Identity()
-        if n_in != n_out:
-            self.short = nn.Sequential(nn.Conv2d(n_in, n_out, 1, stride, bias=False), nn.BatchNorm2d(n_out))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.norm1(self.conv1(x)))
-        return F.relu(self.norm2(self.conv2(y)) + self.short(x))
+    return Net("D", cnn(WIDTHS, STRIDES), *digits(16), _shift_and_noise, 0.02), 10, 0.1
 
 
 def _r() -> tuple[Net, int, float]:
-    blocks: list[nn.Module] = []
-    for n_in, n_out, stride in ((16, 16, 1), (16, 32, 2), (32, 64, 2)):
-        blocks += [_Residual(n_in, n_out, stride), _Residual(n_out, n_out, 1), _Residual(n_out, n_out, 1)]
+    blocks = [BasicBlock(*widths, inplace=False) for widths in R_BLOCKS]
     stem = [nn.Conv2d(1, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
     model = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
-    return Net("R", model, *_digits(16), _shift_and_noise, 0.02), 15, 0.1
-
-
-class _Block(nn.Module):
-    def __init__(self, width: int, heads: int, causal: bool) -> None:
-        super().__init__()
-        self.heads, self.causal = heads, causal
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        n, length, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(n, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        x = x + self.out(mixed.transpose(1, 2).reshape(n, length, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+    return Net("R", model, *digits(16), _shift_and_noise, 0.02), 15, 0.1
 
 
 class _VisionTransformer(nn.Module):
@@ -219,7 +176,7 @@ class _VisionTransformer(nn.Module):
         super().__init__()
         self.patch = nn.Conv2d(1, width, 4, 4)
         self.place = nn.Parameter(0.02 * torch.randn(16, width))
-        self.blocks = nn.Sequential(*(_Block(width, 4, causal=False) for _ in range(depth)))
+        self.blocks = nn.Sequential(*(Attention(width, causal=False) for _ in range(depth)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -228,14 +185,14 @@ class _VisionTransformer(nn.Module):
 
 
 def _v() -> tuple[Net, int, float]:
-    return Net("V", _VisionTransformer(), *_digits(16), _shift_and_noise, 3e-4), 30, 2e-3
+    return Net("V", _VisionTransformer(), *digits(16), _shift_and_noise, 3e-4), 30, 2e-3
 
 
 class _GPT(nn.Module):
     def __init__(self, n_tokens: int, length: int, width: int = 128, depth: int = 4) -> None:
         super().__init__()
         self.token, self.place = nn.Embedding(n_tokens, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(_Block(width, 4, causal=True) for _ in range(depth)))
+        self.blocks = nn.Sequential(*(Attention(width) for _ in range(depth)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, n_tokens)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -262,22 +219,3 @@ def _g() -> tuple[Net, int, float]:
 
 
 _TASKS: dict[str, Callable[[], tuple[Net, int, float]]] = {"C": _c, "D": _d, "R": _r, "V": _v, "G": _g}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--nets", default="".join(_TASKS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    options = parser.parse_args()
-    for name in options.nets:
-        scores = []
-        for seed in options.seeds:
-            net = trained(name, seed)
-            scores.append(net.score(net.model))
-        n_parameters = sum(parameter.numel() for parameter in net.model.parameters())
-        shown = " ".join(f"{score:.4g}" for score in scores)
-        print(f"{name}: {n_parameters:,} parameters, {median(scores):.4g} ({shown})", flush=True)
-
-
-if __name__ == "__main__":
-    main()

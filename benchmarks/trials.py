@@ -1,43 +1,29 @@
-"""What one trial of the simulator costs, against the ops of the step and the size of the group that it changes.
+"""Time of one trial of the simulator, against the ops of the step and the size of the group that it changes.
 
-``python -m benchmarks.trials [--layers 8 ...] [--folder outputs/trials]``. A trial asks what one value's change would
-do to bytes and seconds. It is timed on transformers of growing depth: a value is dropped in the middle of a row of
-dropped ones, so that a group of so many is played for the first time. Microseconds are process time, the median of
-``N_TRIALS``. ``FOLDER/trials.json`` keeps them; a table of ``docs/policies.md`` is made from a committed copy of it.
+A trial asks what one value's change would do to bytes and seconds. It is timed on transformers of growing depth: a
+value is dropped in the middle of a row of dropped ones, so that a group of so many is played for the first time.
+Microseconds are process time, the median of ``N_TRIALS``.
 """
 
 from __future__ import annotations
 
-import argparse
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from pathlib import Path
 from statistics import median
 
-import torch
-from torch import Tensor, nn
-
-from benchmarks.figures import markdown, rows_of, write_figures
-from benchmarks.nets import Attention
+from benchmarks.harness import Benchmark, pivot
+from benchmarks.nets import transformer
 from ctdr_lightning.memory import RECOMPUTE, Prepared, Simulator, record_fake
 
-LAYERS = (8, 32, 100)
 GROUPS = (1, 10, 30, 100, 300)
 N_TRIALS = 25
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Trials that make groups of one size in one step.
-
-    Attributes:
-        n_ops: Ops of the step.
-        group: Values that are dropped in a row.
-        trial_us: Microseconds of a trial.
-        work: Units of the work by which a search is allotted.
-    """
+    """Trials that drop ``group`` values in a row in one step; ``work`` is in the units of a search's allotment."""
 
     n_ops: int
     group: int
@@ -61,42 +47,16 @@ def measure(step: Prepared, group: int) -> Figure:
     return Figure(len(step.trace.ops), group, 1e6 * median(seconds), median(work))
 
 
-def _sum(net: nn.Module, x: Tensor) -> Tensor:
-    return net(x).sum()
-
-
-def figures(layers: Sequence[int]) -> Iterator[Figure]:
+def figures(*, layers: Sequence[int] = (8, 32, 100)) -> Iterator[Figure]:
     """Every group size that each net has room for."""
     for n_layers in layers:
-        net = nn.Sequential(*[Attention() for _ in range(n_layers)])
-        step = Prepared(record_fake(net, torch.randn(8, 64, 128), _sum, device="a100"))
+        step = Prepared(record_fake(*transformer(n_layers, batch=8, tokens=64), device="a100"))
         n_values = len(step.trace.droppable.intersection(step.trace.saved))
         yield from (measure(step, group) for group in GROUPS if group < n_values)
 
 
-def table(text: str) -> str:
-    """The figures of a ``trials.json`` as a Markdown table: a row a net, a column a group size."""
-    found = rows_of(text, "rows", Figure)
-    groups = sorted({figure.group for figure in found})
-    lines = [["ops", *(f"{group:,} dropped" for group in groups)]]
-    for n_ops, of in groupby(found, lambda figure: figure.n_ops):
-        by_group = {figure.group: f"{figure.trial_us:,.0f} µs" for figure in of}
-        lines.append([f"{n_ops:,}", *(by_group.get(group, "") for group in groups)])
-    return markdown(text, lines)
-
-
-def main() -> None:
-    """Print the figures and write them."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--layers", nargs="+", type=int, default=LAYERS)
-    parser.add_argument("--folder", type=Path, default=Path("outputs/trials"))
-    options = parser.parse_args()
-    found = []
-    for figure in figures(options.layers):
-        found.append(figure)
-        print(f"{figure.n_ops:6d} ops, group {figure.group:5d}: {figure.trial_us:9.0f} us, {figure.work:6.0f} units")
-    write_figures(options.folder / "trials.json", rows=found)
-
+TABLE = pivot(Figure, "ops", "{n_ops:,}", "{group:,} dropped", "{trial_us:,.0f} µs")
+BENCHMARK = Benchmark("trials", figures, {"rows": Figure}, {"table": TABLE})
 
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCHMARK.main())

@@ -26,21 +26,25 @@ class CTDRCallback(Callback):
     Args:
         rank: Share of parameters that all layers together keep (float), a rank (int), ``"vbmf"``, ``"error=0.05"``,
             ``"energy=0.99"``, or a mapping from layer pattern to any of these, where a float is each layer's own share;
-            ``"auto"`` chooses ranks and plan together for ``memory_budget``; None decomposes nothing.
+            ``"auto"`` chooses ranks and plan together for ``memory_budget``; ``"if_needed"`` does so only where the
+            dense model under an exact plan does not fit the budget or takes over 1.25 of its own time, and decomposes
+            nothing without a budget or beside ``policy``, ``offload`` and ``sub_batches``; None decomposes nothing.
         method: Decomposition method, or ``"auto"``: for each layer the one of least error at equal parameters.
         select: Patterns of the layers to take (``"features.*"``); ``!`` leaves out; None takes all.
-        memory_budget: Bytes a step may take: ``"8GiB"``, a number, or a fraction of the device's memory.
+        memory_budget: Bytes a step may take: ``"8GiB"``, a number, or a fraction of the device's memory
+            (``0.8``, ``"80%"``).
         policy: Name of the memory policy. Without a budget ``"auto"`` makes the peak as small as it can be in no more
             than the dense model's time, and ``"keep"`` plans nothing.
         recovery: True for the default schedule, a `Recovery`, its fields, or a YAML file; None for no recovery.
         choices: A report's ``choices``, or their JSON or YAML file, in the place of ``rank``, ``method`` and
             ``select``.
-        allocate: What a float ``rank`` is a share of: ``"loss"`` (parameters, spent by what the training data tell),
-            ``"parameters"``, ``"flops"``, ``"memory"`` or ``"seconds"``; None gives every layer its own share;
+        allocate: The resource that a float ``rank`` is a share of: ``"loss"`` (parameters, distributed by training
+            data), ``"parameters"``, ``"flops"``, ``"memory"`` or ``"seconds"``; None gives every layer its own share;
             ``"auto"`` is ``"loss"`` where the data can be had when training is set up, else ``"parameters"``.
         data: ``"train"``: a few training batches tell how much the loss minds each layer's error, and the factors are
             refitted on them. They move no random state. None goes by the weights alone.
-        max_slowdown: Without a budget, and with ``rank="auto"``: how long a step may take, in steps of the dense model.
+        max_slowdown: Without a budget, and where ranks are chosen for one: how long a step may take, in steps of the
+            dense model. None is 1.0 (``"if_needed"``: 1.25), and with a budget a wish: it gives way before accuracy.
         max_loss: With ``rank="auto"``: largest mean KL to the dense outputs; without a budget 0.005 nats.
         retry_on_oom: Run a step that ran out of memory again, under a tighter plan and as if it had never failed; where
             that cannot be, the error says why.
@@ -49,14 +53,15 @@ class CTDRCallback(Callback):
             unless the module's own code reads them.
         over_budget: A step that cannot fit the budget is refused (``"raise"``), or run as small as it can be with one
             warning (``"least"``); ``"auto"`` refuses the first kind of step and runs later ones, such as a longer
-            sequence in mid-epoch.
-        allow_untested: Go on under a strategy that is not among the tested ones.
-        verbose: Print what was decomposed and planned.
-        offload: Where saved tensors may wait besides the device: ``"host"``, ``"disk"``, or a list of these.
+            sequence in mid-epoch, and all kinds of a resumed run.
+        allow_untested: Accept a strategy that is not among the tested ones.
+        verbose: Print the decomposition and the plans.
+        offload: Places off the device for saved tensors: ``"host"``, ``"disk"``, or a list of these.
         disk_folder: Folder of the disk's files; None takes the system's folder for temporary files.
-        codecs: How saved tensors may be written smaller: ``"exact"`` in all ways that leave every gradient as it is, a
-            list of names for others, None not at all; ``"auto"`` in exact ways under a ``memory_budget`` with policy
-            ``"auto"`` on a processor, where the budget can be met and that makes steps faster than recomputation alone.
+        codecs: Codecs that may compress saved tensors: ``"exact"`` allows all that leave every gradient unchanged, a
+            list of names allows these, None allows no codec; ``"auto"`` allows exact ones under a ``memory_budget``
+            with policy ``"auto"`` on a processor, if the budget can be met and they make steps faster than
+            recomputation alone.
         optimizer_state: Where the optimizers' state waits between their steps: ``"host"`` (of a GPU), ``"disk"``,
             ``"8bit"`` for the device in a quarter of its bytes (rounded), or None for the device.
         optimizer_step: ``"in_backward"`` updates each parameter as its gradient is ready and frees the gradient, with
@@ -66,13 +71,16 @@ class CTDRCallback(Callback):
             returns a number, higher is better.
         sub_batches: In how many parts each batch runs, one after the other, with the gradients of the whole up to
             rounding: a number, ``"auto"`` for the fewest that fit ``memory_budget``, or None for the whole batch.
+        verify: Steps in which each dropped tensor that comes back is compared with the saved one: the ``"first"`` of
+            each kind and one in 500 after it, ``"always"`` or ``"never"``. A tensor that differs is held from then on,
+            and the step runs again; if it cannot, training stops with the reason.
 
     Attributes:
         options: The arguments.
-        run: What the present fit owns: surgeon, coach, memory and the like.
+        run: State of the present fit: surgeon, coach, memory and the like.
 
     Raises:
-        ConfigError: When an argument cannot be used.
+        ConfigError: If an argument cannot be used.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -81,7 +89,7 @@ class CTDRCallback(Callback):
 
     def __init__(
         self,
-        rank: RankValue | dict[str, RankValue] | None = 0.5,
+        rank: RankValue | dict[str, RankValue] | None = "if_needed",
         method: str = "auto",
         select: str | list[str] | None = None,
         memory_budget: int | float | str | None = None,
@@ -90,7 +98,7 @@ class CTDRCallback(Callback):
         choices: Choices | dict[str, Any] | str | None = None,
         allocate: str | None = "auto",
         data: str | None = "train",
-        max_slowdown: float = 1.0,
+        max_slowdown: float | None = None,
         max_loss: float | None = None,
         retry_on_oom: bool = True,
         keep_gradients: bool | None = None,
@@ -104,18 +112,19 @@ class CTDRCallback(Callback):
         optimizer_step: str | None = None,
         metric: MetricLike | None = None,
         sub_batches: int | str | None = None,
+        verify: str = "first",
     ) -> None:
         super().__init__()
         self.options = CallbackOptions(
             rank, method, select, memory_budget, policy, Recovery.read(recovery), choices, allocate, data, max_slowdown,
             max_loss, retry_on_oom, keep_gradients, over_budget, allow_untested, verbose, offload, disk_folder, codecs,
-            optimizer_state, optimizer_step, metric, sub_batches,
+            optimizer_state, optimizer_step, metric, sub_batches, verify,
         )  # fmt: skip
         self.run = FitRun(self.options)
 
     @property
     def fit(self) -> BudgetFit | None:
-        """What ``rank="auto"`` chose on this rank, and what it predicts; None where nothing was chosen."""
+        """The choice of ``rank="auto"`` on this rank, and its predictions; None without a choice."""
         return self.run.budget_fit
 
     def __getstate__(self) -> dict[str, Any]:
@@ -135,7 +144,7 @@ class CTDRCallback(Callback):
             changes: Arguments to be other than they were.
 
         Raises:
-            CheckpointError: When the file cannot be read or was written without this callback.
+            CheckpointError: If the file cannot be read or was written without this callback.
         """
         state = RunState.of_checkpoint(CompleteFileIO().load_checkpoint(path), cls.__qualname__)
         return cls(**{**CallbackOptions.arguments(state.options), "choices": state.surgery.choices, **changes})
@@ -148,75 +157,75 @@ class CTDRCallback(Callback):
             return
         if not self.run.serves(pl_module):
             self.run = FitRun(self.options)
-        self.run.set_up(trainer, pl_module, self)
+        self.run.setup(trainer, pl_module, self)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse to train when nothing was decomposed."""
-        self.run.fit_begins(trainer, pl_module)
+        self.run.on_fit_start(trainer, pl_module)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take up a resumed run; recover from the cut of a fresh one; wrap the step."""
-        self.run.training_begins(trainer, pl_module)
+        self.run.on_train_start(trainer, pl_module)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Cut, roll back, or change phase."""
-        self.run.epoch_begins(trainer, pl_module)
+        self.run.on_train_epoch_start(trainer, pl_module)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start the clock."""
-        self.run.batch_begins(trainer)
+        self.run.on_train_batch_start(trainer)
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The step's backward is over."""
-        self.run.backward_done(pl_module)
+        self.run.on_after_backward(pl_module)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the step, and log at the trainer's interval."""
-        self.run.batch_done(trainer, pl_module, batch)
+        self.run.on_train_batch_end(trainer, pl_module, batch)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Finish the epoch's training where it is over; validation is not part of the step time."""
-        self.run.validation_begins(trainer, pl_module)
+        self.run.on_validation_start(trainer, pl_module)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the metric that recovery goes by."""
-        self.run.validation_done(trainer)
+        self.run.on_validation_end(trainer)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop when recovered."""
-        self.run.epoch_done(trainer, pl_module)
+        self.run.on_train_epoch_end(trainer, pl_module)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the module as it was found, apart from its layers."""
-        self.run.training_done(trainer)
+        self.run.on_train_end(trainer)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Release everything; the module stays usable."""
-        self.run.failed(trainer, pl_module, exception)
+        self.run.on_exception(trainer, pl_module, exception)
         self._forget_logging()
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Roll back a last cut that did not recover; say what became of the run."""
-        self.run.fit_done(trainer, pl_module)
+        self.run.on_fit_end(trainer, pl_module)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Take the hooks back."""
-        self.run.leave()
+        self.run.teardown()
         self._forget_logging()
 
     def _forget_logging(self) -> None:
@@ -225,23 +234,23 @@ class CTDRCallback(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the run, in primitives and tensors."""
+        """State of the run for a checkpoint, in primitives and tensors."""
         return self.run.state().to_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up what :meth:`state_dict` gave."""
+        """Restore the output of :meth:`state_dict`."""
         self.run.take_up(RunState.from_dict(state_dict))
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add every rank's random state, so that a resumed run draws what this one would have drawn."""
+        """Add every rank's random state, so that a resumed run draws the same numbers."""
         checkpoint["callbacks"][self.state_key]["random"] = self.run.randomness.save(trainer)
-        self.run.checkpoint_written(trainer, pl_module, checkpoint)
+        self.run.on_save_checkpoint(trainer, pl_module, checkpoint)
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint that training cannot go on from, before any time is spent."""
         if trainer.state.fn == "fit":
             state = RunState.of_checkpoint(checkpoint, self.state_key)
-            self.run.checkpoint_read(trainer, pl_module, state, checkpoint)
+            self.run.on_load_checkpoint(trainer, pl_module, state, checkpoint)

@@ -4,7 +4,7 @@
     ctdr plan torchvision.models:resnet50 --input 64,3,224,224 --device a100 --rank 0.25 --policy sqrt
     ctdr plan my_project:bert --input input_ids=8,128:int64 --input attention_mask=8,128:int64 --budget 2GiB
     ctdr plan my_project:LitNet --data my_project:DigitsData --budget 2GiB
-    ctdr max-batch torchvision.models:resnet50 --input 3,224,224 --budget 16GiB --device a100
+    ctdr max-batch torchvision.models:resnet50 --input 3,224,224 --budget 16GiB --device a100 --precision bf16-mixed
     ctdr explain plan.json
     ctdr report outputs/digits -o report.html
     ctdr recipes run digits ctdr.rank=0.1
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ctdr_lightning import __version__
-from ctdr_lightning.basics.devices import DEVICES
+from ctdr_lightning.basics.devices import DEVICES, device_model
 from ctdr_lightning.basics.errors import ConfigError, CTDRError, InfeasibleBudgetError
 from ctdr_lightning.basics.files import write_text
 from ctdr_lightning.basics.units import format_bytes, format_seconds, parse_bytes
@@ -37,18 +37,20 @@ from ctdr_lightning.command_line.recipe_commands import add_recipes
 from ctdr_lightning.command_line.steps import step_of
 from ctdr_lightning.command_line.sub_batches import read_number, sub_batch_peaks
 from ctdr_lightning.decomposition import METHODS, Report, decompose
-from ctdr_lightning.memory import POLICIES, Plan, Trace, max_batch, plan, record_fake, simulate
+from ctdr_lightning.memory import POLICIES, Plan, max_batch, plan, record_fake, simulate
+from ctdr_lightning.memory.account.batch import BatchAccount
+from ctdr_lightning.memory.account.optimizer import NO_OPTIMIZER, OptimizerBytes
 from ctdr_lightning.memory.codecs import CODECS
 from ctdr_lightning.memory.helpful_places import place_that_fits
 from ctdr_lightning.memory.holders.base import HOLDERS
+from ctdr_lightning.memory.holders.optimizer_bytes import OPTIMIZERS, optimizer_of, predict
 from ctdr_lightning.memory.holders.places import Places
 from ctdr_lightning.memory.planner import resolve_budget
-from ctdr_lightning.memory.values.tensors import storage_bytes
+from ctdr_lightning.memory.recorder.gpu_workspace import beside_the_step
+from ctdr_lightning.memory.recorder.precision import PRECISIONS
 
 if TYPE_CHECKING:
-    from ctdr_lightning.trainer.training_step.sub_batch_peaks import SubBatchPeaks
-
-_STATES = {"adam": 2, "sgd": 0, "momentum": 1}
+    from ctdr_lightning.trainer.training_step.sub_batches.peaks import SubBatchPeaks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,18 +81,17 @@ def _decompose(options: argparse.Namespace) -> None:
 def _plan(options: argparse.Namespace) -> None:
     batch = from_data(options.data) if options.data else from_inputs(_inputs(options))
     _check_budget(options)
-    policy = options.policy or ("auto" if options.budget else "sqrt")
-    codecs = options.codecs or (["auto"] if options.budget and policy == "auto" else [])
+    options.policy = options.policy or ("auto" if options.budget else "sqrt")
+    codecs = options.codecs or (["auto"] if options.budget and options.policy == "auto" else [])
     places = Places.read(options.offload, options.disk_folder, None if codecs == ["none"] else codecs)
     options.places = places.on("cuda") if (options.device or "").lower() in DEVICES else places
     step = _step(options)
-    trace, parts = _recorded(options, step, batch, policy)
+    account, parts = _recorded(options, step, batch)
     try:
-        made = plan(trace, options.budget, policy)
+        made = plan(account.whole, options.budget, options.policy)
     except InfeasibleBudgetError as error:
-        in_parts = partial(_sub_batches, options, step, batch, policy)
-        raise _with_remedy(error, trace, policy, options, in_parts) from error
-    plain = simulate(trace)
+        raise _advised(error, account, options, step, batch) from error
+    plain = simulate(account.whole)
     print(parts, end="")
     print(f"Plain step: peak {format_bytes(plain.peak_bytes)}, {format_seconds(plain.seconds)}.")
     _say(made, options)
@@ -98,97 +99,79 @@ def _plan(options: argparse.Namespace) -> None:
         dense = None
         if step.report is not None:  # the model's own step, to compare with
             whole = argparse.Namespace(**{**vars(options), "rank": None})
-            dense = simulate(_recorded(whole, _step(whole), batch, policy)[0])
+            dense = simulate(_recorded(whole, _step(whole), batch)[0].whole)
         write_plan_page(options.html, options.model, made, step.report, dense)
 
 
-def _with_remedy(
-    error: InfeasibleBudgetError,
-    trace: Trace,
-    policy: str,
-    options: argparse.Namespace,
-    in_parts: Callable[[], SubBatchPeaks],
+def _advised(
+    error: InfeasibleBudgetError, account: BatchAccount, options: argparse.Namespace, step: _Step, batch: Any
 ) -> InfeasibleBudgetError:
-    """The planner's error, with the place, codec or number of sub-batches that would help in front of its hint."""
-    limit_bytes = resolve_budget(options.budget, trace.device).peak_bytes or 0
-    found = place_that_fits(trace, limit_bytes, options.places, policy, options.device)
+    """The planner's error, with the place, codec or number of sub-batches that would help before its hint."""
+    policy, limit_bytes = options.policy, resolve_budget(options.budget, account.step.device).peak_bytes or 0
+    found = place_that_fits(account, limit_bytes, options.places, policy, options.device)
     if found is None and options.sub_batches is None:
         print("ctdr: the budget does not fit the whole batch; looking for a number of sub-batches ...", file=sys.stderr)
-        found = _number_that_fits(in_parts)
-    if found is None:
-        return error
-    argument, value, peak_bytes = found
-    return error.but_first(f"write --{argument} {value}, with which it takes {format_bytes(peak_bytes)}")
-
-
-def _number_that_fits(in_parts: Callable[[], SubBatchPeaks]) -> tuple[str, str, int] | None:
-    """The argument of the fewest sub-batches that fit, their number and their peak in bytes."""
-    try:
-        peaks = in_parts()
-        number = peaks.fewest(whole=False)
-    except ConfigError:  # the gradients would be others, or the batch cannot be cut
-        return None
-    return ("sub-batches", str(number), peaks.peak_bytes(number)) if number else None
+        try:
+            found = _sub_batches(options, step, batch).change()
+        except ConfigError:  # the gradients would be others
+            return error
+    return error if found is None else error.but_first(found.as_option)
 
 
 @dataclass(frozen=True)
 class _Step:
-    """The model as the options decompose it, its step's trace for a batch, and the report on its layers."""
+    """The model as the options decompose it, the account of a batch, and the report on its layers."""
 
     model: nn.Module
-    record: Callable[[Any], Trace]
+    account: Callable[[Any], BatchAccount]
     report: Report | None
 
 
 def _step(options: argparse.Namespace) -> _Step:
-    model, static_bytes, report = _training(options)
+    model, taken, report = _training(options)
     run = step_of(model, spare=bool(options.data))
 
-    def record(batch: Any) -> Trace:
-        trace = record_fake(model, batch, run, device=options.device).with_static(static_bytes)
-        return options.places.equip(trace, options.device)
+    def account(batch: Any) -> BatchAccount:
+        trace = record_fake(model, batch, run, device=options.device, precision=options.precision)
+        return BatchAccount(options.places.equip(trace, options.device), taken)
 
-    return _Step(model, record, report)
+    return _Step(model, account, report)
 
 
-def _recorded(options: argparse.Namespace, step: _Step, batch: Any, policy: str) -> tuple[Trace, str]:
-    """What runs at once, on fake tensors: the batch or the largest of its parts; and a line on these."""
+def _recorded(options: argparse.Namespace, step: _Step, batch: Any) -> tuple[BatchAccount, str]:
+    """The batch, or the largest of its sub-batches, recorded on fake tensors; and a line on the sub-batches."""
     if options.sub_batches is None:
-        return step.record(batch), ""
+        return step.account(batch), ""
     if options.sub_batches == "auto" and options.budget is None:
         raise ConfigError("--sub-batches auto needs a budget to fit.", "Give --budget, or a number.")
     asked = read_number(options.sub_batches)
-    peaks = _sub_batches(options, step, batch, policy)
+    peaks = _sub_batches(options, step, batch)
     samples = peaks.n_samples
     number = min((peaks.fewest() or samples) if isinstance(asked, str) else asked, samples)
-    options.sub_batches = str(number)  # so that the dense step beside it is cut the same way
+    options.sub_batches = str(number)  # so that the dense step is split the same way
     parts = f"The batch of {samples} runs as {number} sub-batches of {-(-samples // number)} samples or less.\n"
-    return peaks.needs(number).standing, parts if number > 1 else f"The batch of {samples} runs whole.\n"
+    return peaks.account(number), parts if number > 1 else f"The batch of {samples} runs whole.\n"
 
 
-def _sub_batches(options: argparse.Namespace, step: _Step, batch: Any, policy: str) -> SubBatchPeaks:
-    """What the batch takes by the number of its sub-batches."""
+def _sub_batches(options: argparse.Namespace, step: _Step, batch: Any) -> SubBatchPeaks:
+    """The bytes of the batch by the number of its sub-batches."""
     limit_bytes = resolve_budget(options.budget, "cpu").peak_bytes if options.budget else None
-    return sub_batch_peaks(step.model, batch, step.record, limit_bytes or 0, policy)
+    return sub_batch_peaks(step.model, batch, step.account, limit_bytes or 0, options.policy)
 
 
 def _max_batch(options: argparse.Namespace) -> None:
-    sizes: Callable[[int], Any]
-    if options.data:
-        sizes = resized(from_data(options.data))
-    else:
-        inputs = _inputs(options)
-        sizes = lambda size: from_inputs(inputs, size)  # noqa: E731
+    sizes = resized(from_data(options.data)) if options.data else partial(from_inputs, _inputs(options))
     _check_budget(options)
-    model, static_bytes, _ = _training(options)
+    model, taken, _ = _training(options)
     found = max_batch(
         model,
         sizes,
         step_of(model, spare=bool(options.data)),
         options.budget,
         options.policy or "auto",
-        static_bytes=static_bytes,
+        optimizer=taken,
         device=options.device,
+        precision=options.precision,
     )
     print(f"Largest batch in {options.budget}: {found.size}; {found.plain_size} without a plan.")
     _say(found.plan, options)
@@ -198,7 +181,7 @@ def _say(made: Plan, options: argparse.Namespace) -> None:
     print(made.explain().splitlines()[0])
     if options.device and options.device != "cpu":
         print(made.reserved)
-        print(f"Workspaces of {options.device}'s kernels are not known and not counted: leave room for them.")
+        print(beside_the_step(device_model(options.device)))
     if options.save:
         made.to_json(options.save)
 
@@ -215,14 +198,15 @@ def _check_budget(options: argparse.Namespace) -> None:
         parse_bytes(options.budget, name="--budget")
 
 
-def _training(options: argparse.Namespace) -> tuple[nn.Module, int, Report | None]:
-    """The model as it would be trained, the bytes of its optimizer's state, and what was decomposed."""
+def _training(options: argparse.Namespace) -> tuple[nn.Module, OptimizerBytes, Report | None]:
+    """The model for training, the bytes of its optimizer, and the report of its decomposition."""
     model = build_model(options.model).train()
     report = None
     if options.rank is not None:
         report = decompose(model, options.rank, options.method, options.select)
-    trained = storage_bytes(p for p in model.parameters() if p.requires_grad)
-    return model, _STATES[options.optimizer] * trained, report
+    optimizers = [optimizer_of(options.optimizer, [p for p in model.parameters() if p.requires_grad])]
+    on_gpu = (options.device or "").lower() in DEVICES  # where torch steps for each by default
+    return model, predict(optimizers, foreach=on_gpu) or NO_OPTIMIZER, report
 
 
 def _explain(options: argparse.Namespace) -> None:
@@ -243,7 +227,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ctdr {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
 
-    cut = commands.add_parser("decompose", help="show what would become of each layer")
+    cut = commands.add_parser("decompose", help="show the decomposition of each layer")
     _add_layers(cut, rank=0.5)
     cut.set_defaults(run=_decompose)
 
@@ -251,8 +235,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_batch(memory, "shape of the batch, such as 64,3,224,224")
     memory.add_argument("--budget", help="such as 8GiB; without it policy sqrt decides")
     _add_memory(memory)
-    memory.add_argument("--offload", nargs="+", help=f"where tensors may wait: {', '.join(HOLDERS)}")
-    memory.add_argument("--disk-folder", help="where the disk's file is")
+    memory.add_argument("--offload", nargs="+", help=f"places for tensors: {', '.join(HOLDERS)}")
+    memory.add_argument("--disk-folder", help="folder of the disk's file")
     memory.add_argument(
         "--codecs", nargs="+", help=f"auto (with a budget), exact, none, or some of {', '.join(CODECS)}"
     )
@@ -266,7 +250,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_memory(batch)
     batch.set_defaults(run=_max_batch)
 
-    explain = commands.add_parser("explain", help="say what a saved memory plan does, a sentence a tensor")
+    explain = commands.add_parser("explain", help="explain a saved memory plan, a sentence per tensor")
     explain.add_argument("plan", help="a plan file")
     explain.set_defaults(run=_explain)
     add_report(commands)
@@ -281,15 +265,16 @@ def _add_batch(parser: argparse.ArgumentParser, shape: str) -> None:
         help=f"{shape}; once for each tensor: input_ids=8,128:int64",
     )  # fmt: skip
     source.add_argument(
-        "--data", metavar="MODULE:CALLABLE", help="what builds a data module or loader: its first batch"
+        "--data", metavar="MODULE:CALLABLE", help="builder of a data module or loader; its first batch is used"
     )
 
 
 def _add_memory(parser: argparse.ArgumentParser) -> None:
     _add_layers(parser, rank=None)
     parser.add_argument("--policy", help=f"one of {', '.join(POLICIES)}; auto by default where there is a budget")
-    parser.add_argument("--device", help="device whose speed is assumed, such as h100; this processor by default")
-    parser.add_argument("--optimizer", choices=sorted(_STATES), default="adam", help="whose state counts as well")
+    parser.add_argument("--device", help="GPU that the step is for, such as h100; this processor by default")
+    parser.add_argument("--precision", help=f"{', '.join(PRECISIONS)}; the model's own by default")
+    parser.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default="adam", help="whose step counts as well")
 
 
 def _add_layers(parser: argparse.ArgumentParser, rank: float | None) -> None:

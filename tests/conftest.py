@@ -51,3 +51,4 @@ _TORCHVISION = _define_torchvision_operators()
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+    torch.use_deterministic_algorithms(False)  # Trainer(deterministic=True) leaves them on for the process

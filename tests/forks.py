@@ -28,8 +28,8 @@ def run(target, *args, ranks=1, timeout_s=120, start="fork"):
     for worker in workers:
         worker.start()
     waited = 0.0
-    while any(worker.is_alive() for worker in workers):
-        workers[0].join(0.05)
+    while alive := [worker for worker in workers if worker.is_alive()]:
+        alive[0].join(0.05)
         waited += 0.05
         if waited > timeout_s or any(worker.exitcode not in (None, 0) for worker in workers):
             for worker in workers:

@@ -53,7 +53,7 @@ def test_a_run_under_a_memory_plan_is_bit_identical_to_a_plain_one(options):
 
 def test_the_training_step_is_the_class_own_again_after_fit_and_after_an_exception():
     module = parts.blobs()
-    parts.fit(module, CTDRCallback(policy="sqrt", verbose=False))
+    parts.fit(module, CTDRCallback(rank=0.5, policy="sqrt", verbose=False))
     assert "training_step" not in vars(module)
 
     class Fails(parts.Blobs):
@@ -64,7 +64,7 @@ def test_the_training_step_is_the_class_own_again_after_fit_and_after_an_excepti
 
     module = Fails()
     with pytest.raises(RuntimeError, match="as asked"):
-        parts.fit(module, CTDRCallback(policy="sqrt", verbose=False))
+        parts.fit(module, CTDRCallback(rank=0.5, policy="sqrt", verbose=False))
     assert "training_step" not in vars(module)
     assert not module._load_state_dict_pre_hooks
     module(torch.zeros(2, 1, 8, 8)).sum().backward()
@@ -143,7 +143,7 @@ def test_a_bad_argument_is_named_when_the_callback_is_made(options, named):
 
 def test_a_pattern_that_matches_no_layer_and_a_model_with_nothing_to_decompose():
     with pytest.raises(ConfigError, match="backbone"):
-        parts.fit(parts.blobs(), CTDRCallback(select="backbone.*", policy="keep", verbose=False))
+        parts.fit(parts.blobs(), CTDRCallback(rank=0.5, select="backbone.*", policy="keep", verbose=False))
 
     class Empty(parts.Blobs):
         def __init__(self):
@@ -151,14 +151,16 @@ def test_a_pattern_that_matches_no_layer_and_a_model_with_nothing_to_decompose()
             self.net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.BatchNorm1d(64))
 
     with pytest.raises(ConfigError, match="nothing to decompose"):
-        parts.fit(Empty(), CTDRCallback(policy="keep", verbose=False))
+        parts.fit(Empty(), CTDRCallback(rank=0.5, policy="keep", verbose=False))
 
 
 def test_a_dense_checkpoint_is_refused_with_the_way_out(tmp_path):
     saver = ModelCheckpoint(dirpath=tmp_path, filename="dense")
     parts.fit(parts.blobs(), saver, enable_checkpointing=True, max_epochs=1)
     with pytest.raises(CheckpointError, match="without CTDRCallback") as caught:
-        parts.fit(parts.blobs(), CTDRCallback(policy="keep", verbose=False), ckpt_path=tmp_path / "dense.ckpt")
+        parts.fit(
+            parts.blobs(), CTDRCallback(rank=0.5, policy="keep", verbose=False), ckpt_path=tmp_path / "dense.ckpt"
+        )
     assert "load_state_dict" in caught.value.hint
 
 
@@ -166,10 +168,10 @@ def test_a_checkpoint_of_another_architecture_and_a_truncated_one(tmp_path):
     run_with_checkpoints(tmp_path, 1)
     path = tmp_path / "epoch=0.ckpt"
     with pytest.raises((CheckpointError, RuntimeError), match=r"size mismatch|do not fit"):
-        parts.fit(parts.blobs(width=12), CTDRCallback(policy="keep", verbose=False), ckpt_path=path)
+        parts.fit(parts.blobs(width=12), CTDRCallback(rank=0.5, policy="keep", verbose=False), ckpt_path=path)
     path.write_bytes(path.read_bytes()[:2000])
     with pytest.raises(CheckpointError, match="cannot be read") as caught:
-        parts.fit(parts.blobs(), CTDRCallback(policy="keep", verbose=False), ckpt_path=path)
+        parts.fit(parts.blobs(), CTDRCallback(rank=0.5, policy="keep", verbose=False), ckpt_path=path)
     assert "truncated" in caught.value.hint
 
 

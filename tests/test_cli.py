@@ -114,7 +114,7 @@ def test_plan_needs_no_memory_and_can_be_explained(tmp_path, capsys):
     assert plain.startswith("Plain step: peak ")
     assert planned.startswith("Policy sqrt: predicted peak ")
     assert reserved.startswith("CUDA's allocator reserves ")
-    assert room.startswith("Workspaces of h100's kernels are not known")
+    assert room.startswith("In addition: about 512.0 MiB for CUDA's context, 64.0 MiB for cuBLAS, of 79.10 GiB in all.")
     assert main(["explain", str(path)]) == 0
     assert capsys.readouterr().out.splitlines()[0] == planned
     assert not Plan.from_json(path).keeps_all
@@ -128,7 +128,8 @@ def test_a_larger_batch_takes_more_and_an_optimizer_adds_its_state(tmp_path):
         peaks.append(Plan.from_json(path).peak_bytes)
     n_bytes = 4 * sum(parameter.numel() for parameter in net().parameters())
     assert peaks[0] < peaks[1]
-    assert peaks[2] - peaks[1] == 2 * n_bytes
+    counters = 4 * len(list(net().parameters()))
+    assert peaks[2] - peaks[1] == 2 * n_bytes + counters
 
 
 def test_the_largest_batch_with_and_without_a_plan(tmp_path, capsys):
@@ -198,7 +199,7 @@ def test_planning_with_a_rank_plans_the_decomposed_model(tmp_path):
         (["plan", NAME, *INPUT, "--budget", "10KiB"], "the budget of 10KiB: its least peak"),
         (["plan", NAME, *INPUT, "--budget", "much"], "--budget='much' is not an amount of memory"),
         (["plan", NAME, "--input", "16,3,24"], "Sequential does not take 16,3,24:float32: Given groups=1"),
-        (["plan", NAME, "--input", "3,wide"], "--input '3,wide' is no shape"),
+        (["plan", NAME, "--input", "3,wide"], "--input '3,wide' is not a shape"),
         (["plan", NAME, "--input", "3,2:int5"], "no dtype 'int5'"),
         (["plan", NAME, *INPUT, *INPUT], "does not take"),
         (["plan", NAME, "--input", "a=3", "--input", "4"], "do not make a batch"),
@@ -206,10 +207,10 @@ def test_planning_with_a_rank_plans_the_decomposed_model(tmp_path):
         (["plan", NAME, *INPUT, "--device", "abacus"], "device 'abacus' is not in the table"),
         (["plan", NAME, "--data", f"{__name__}:Words"], "gives no batch: TypeError"),
         (["plan", NAME, "--data", "nowhere:data"], "data 'nowhere:data' cannot be built: No module named 'nowhere'"),
-        (["plan", f"{__name__}:hand_stepped", "--input", "3,4"], "steps its optimizers by hand"),
+        (["plan", f"{__name__}:hand_stepped", "--input", "3,4"], "uses manual optimization"),
         (["plan", f"{__name__}:choosy", "--input", "3,4"], "needs the values of tensors (aten._local_scalar_dense"),
         (["plan", f"{__name__}:silent", "--input", "3,4"], "which holds no tensor that requires grad"),
-        (["plan", NAME, *INPUT, "--sub-batches", "none"], "--sub-batches 'none' is no number of sub-batches"),
+        (["plan", NAME, *INPUT, "--sub-batches", "none"], "--sub-batches 'none' is not a number of sub-batches"),
         (["plan", NAME, *INPUT, "--sub-batches", "auto"], "--sub-batches auto needs a budget"),
         (["plan", NAME, *INPUT, "--sub-batches", "2"], "3 (BatchNorm2d) normalises each sample by its whole batch"),
         (["explain", "absent.json"], "absent.json"),
@@ -284,10 +285,10 @@ def linear():
 def test_the_largest_batch_of_samples_with_labels_and_of_data(capsys):
     sample = ["--input", "32", "--input", ":int64"]
     for source in (sample, ["--data", f"{__name__}:Data"]):
-        assert main(["max-batch", LIT, *source, "--budget", "200KiB", "--policy", "sqrt", "--device", "a100"]) == 0
+        assert main(["max-batch", LIT, *source, "--budget", "20MiB", "--policy", "sqrt", "--device", "a100"]) == 0
     first, *rest = capsys.readouterr().out.splitlines()
     assert first in rest
-    assert first.startswith("Largest batch in 200KiB: ")
+    assert first.startswith("Largest batch in 20MiB: ")
 
 
 def test_the_version(capsys):
@@ -299,13 +300,13 @@ def test_the_version(capsys):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("no JSON", "is no plan: no valid JSON"),
-        ("[1, 2]", "is no plan: it holds a list"),
-        ('{"version": 1, "layers": {}}', "is no plan: it holds the layers of a decomposition"),
-        ('{"version": 2, "kind": "trace"}', "is no plan: it holds a trace"),
-        ('{"state": 1}', "is no plan: it holds JSON of another kind"),
+        ("no JSON", "is not a plan: invalid JSON"),
+        ("[1, 2]", "is not a plan: it holds a list"),
+        ('{"version": 1, "layers": {}}', "is not a plan: it holds the layers of a decomposition"),
+        ('{"version": 2, "kind": "trace"}', "is not a plan: it holds a trace"),
+        ('{"state": 1}', "is not a plan: it holds JSON of another kind"),
         ('{"kind": "plan", "version": 99}', "is a plan of version 99; this release reads version"),
-        ("\x00\x01", "is no plan"),
+        ("\x00\x01", "is not a plan"),
     ],
 )
 def test_what_is_no_plan_is_said_with_its_name(tmp_path, capsys, content, said):

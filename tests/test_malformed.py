@@ -223,7 +223,9 @@ def test_hostile_pickles_are_refused_and_not_run(tmp_path):
             lambda path=path: CTDRCallback.from_checkpoint(path),
             lambda path=path: CompleteFileIO().load_checkpoint(path),
             lambda path=path: CTDRCallback(choices=str(path)),
-            lambda path=path: parts.fit(parts.blobs(), CTDRCallback(policy="keep", verbose=False), ckpt_path=path),
+            lambda path=path: parts.fit(
+                parts.blobs(), CTDRCallback(rank=0.5, policy="keep", verbose=False), ckpt_path=path
+            ),
         ):
             with pytest.raises(CTDRError) as caught:
                 read()

@@ -3,6 +3,7 @@
 import copy
 import json
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,7 +16,10 @@ from ctdr_lightning.memory import Tape, record_fake
 from ctdr_lightning.recovery import Phase
 
 NAN, INF = float("nan"), float("inf")
-AMOUNTS = ["", "much", "8GiBs", "-1GiB", "0", "0GiB", 0, -5, -0.5, NAN, INF, -INF, True, [8], {"GiB": 8}, b"8GiB", 1j]
+AMOUNTS = [
+    "", "much", "8GiBs", "-1GiB", "0", "0GiB", 0, -5, -0.5, NAN, INF, -INF, True, [8], {"GiB": 8}, b"8GiB", 1j,
+    "0%", "150%", "-50%", "%", np.int64(0),
+]  # fmt: skip
 RANKS = [
     0, -1, -0.5, 0.0, 1.5, NAN, INF, True, "", "25%", "0.25", "vbmff", "vbmf=2", "error", "error=", "error=2",
     "error=nan", "energy=0", "energy=x", "fixed=0", [], (0,), (1.5, 2), ("a",), {"net": True}, {}, b"1", 1j,
@@ -55,7 +59,7 @@ CALLBACK = {
     "method": ["", "tuckr", 5, None, ["svd", "nope"], {"a": "nope"}, b"svd"],
     "select": ["", [], 5, [5], [""], "re:(", True],
     "policy": ["", "atuo", 5, None, ["auto"], b"auto"],
-    "max_slowdown": [0, -1, NAN, INF, "2", None, True],
+    "max_slowdown": [0, -1, NAN, INF, "2", True],
     "retry_on_oom": ["yes", 1, None],
     "allow_untested": ["yes", 1, None],
     "verbose": ["yes", 1, None],
@@ -88,7 +92,7 @@ def cases(table):
 @pytest.mark.parametrize(("name", "value"), cases(CALLBACK))
 def test_arguments_of_the_callback(name, value):
     def use():
-        callback = CTDRCallback(**{"policy": "keep", name: value})
+        callback = CTDRCallback(**{"rank": 0.5, "policy": "keep", name: value})
         if name in ("select", "choices", "rank", "method"):
             options = callback.options.decomposition() or {"choices": callback.options.read_choices()}
             decompose(net(), progress=False, **options)
@@ -225,6 +229,10 @@ PLANS = {
     "no ops": lambda d: d["trace"].pop("ops"),
     "a trace in words": lambda d: _set(d, "trace", "trace"),
     "ticks without end": lambda d: _set(d, 10**12, "trace", "n_ticks"),
+    "ticks that are no whole number": lambda d: _set(d, float(d["trace"]["n_ticks"]), "trace", "n_ticks"),
+    "bytes that are no whole number": lambda d: _set(d, 45.0, "trace", "resident_bytes"),
+    "ticks that run backwards": lambda d: _set(d, d["trace"]["ops"][1][1], "trace", "ops", 0, 1),
+    "a negative shape": lambda d: _set(d, [-2, 3], "trace", "values", 0, 2),
 }
 
 

@@ -1,4 +1,4 @@
-"""Argument checks that say which argument, what was found, and what to write instead."""
+"""Argument checks whose errors name the argument, the value found and a valid one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def whole(name: str, value: Any, *, least: int) -> None:
     """Require an integer of at least ``least``.
 
     Raises:
-        ConfigError: When it is anything else.
+        ConfigError: If it is anything else.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(
@@ -29,7 +29,7 @@ def real(name: str, value: Any, *, least: float = -math.inf, above: float = -mat
     """Require a finite number within bounds (``above`` excludes its bound).
 
     Raises:
-        ConfigError: When it is anything else.
+        ConfigError: If it is anything else.
     """
     ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if ok and value >= least and value > above and value <= most:
@@ -44,17 +44,17 @@ def one_of(name: str, value: Any, choices: Sequence[str]) -> None:
     """Require one of a few words.
 
     Raises:
-        ConfigError: When it is anything else.
+        ConfigError: If it is anything else.
     """
     if not isinstance(value, str) or value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, found {value!r}.", f"Write {choices[0]!r}.")
 
 
 def from_mapping(kind: type[T], value: Any, where: str) -> T:
-    """Build a dataclass from a mapping; an instance passes as it is.
+    """Build a dataclass from a mapping; an instance is returned unchanged.
 
     Raises:
-        ConfigError: When ``value`` is no mapping or names a field that ``kind`` does not have.
+        ConfigError: If ``value`` is not a mapping or names a field that ``kind`` does not have.
     """
     if isinstance(value, kind):
         return value

@@ -1,7 +1,8 @@
 """Devices by name: sustained rates, least time of an op, memory.
 
-Rates are sustained, not peak: about 60 % of the vendors' figures for arithmetic, 80 % for memory. This machine's
-processor is measured.
+Rates are sustained, not peak: about 60 % of the vendors' figures for arithmetic, 80 % for memory. Memory is the size
+that CUDA reports, a few percent less than the card's name says. Only the figures of this machine's processor are
+measured.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ctdr_lightning.basics.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +23,16 @@ class DeviceModel:
     """Sustained rates of a device.
 
     Attributes:
-        name: What it is called.
-        flops32_per_s: Rate of fp32 (TF32 where the device has it) arithmetic.
+        name: Name in the table and on the command line.
+        flops32_per_s: Rate of fp32 arithmetic.
         flops16_per_s: Rate of bf16 and fp16 arithmetic.
         bytes_per_s: Memory bandwidth.
         launch_s: Least time of one op.
-        memory_bytes: Memory of the device.
+        memory_bytes: Memory of the device, as CUDA reports it.
+        flops_tf32_per_s: Rate of fp32 arithmetic that is rounded to TF32; 0 where the device has no TF32.
+        compute_capability: Major and minor number of an NVIDIA GPU; None for any other device.
+        host_s: Time that the host takes to hand over one op; 0 where ops run on the host itself.
+        context_bytes: Memory that CUDA's context and its libraries take outside of torch's allocator.
     """
 
     name: str
@@ -33,21 +41,57 @@ class DeviceModel:
     bytes_per_s: float
     launch_s: float = 4e-6
     memory_bytes: int = 0
+    flops_tf32_per_s: float = 0.0
+    compute_capability: tuple[int, int] | None = None
+    host_s: float = 0.0
+    context_bytes: int = 0
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether it is an NVIDIA GPU."""
+        return self.compute_capability is not None
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory for torch's allocator: all but the context's."""
+        return self.memory_bytes - self.context_bytes
 
 
 _T, _G = 1e12, 2**30
+# An eager op takes 5 to 10 us of host; without the module's Python and the optimizer's ops.
+_HOST_S = 8e-6
+# CUDA's context with the kernels of torch, cuBLAS and cuDNN: 0.4 to 0.6 GiB are reported.
+_CONTEXT_BYTES = _G // 2
+
+
+def _gpu(
+    name: str,
+    capability: tuple[int, int],
+    rates: tuple[float, float, float],
+    bytes_per_s: float,
+    memory_gib: float,
+) -> DeviceModel:
+    """A row of the table: rates are those of fp32, TF32 and 16-bit arithmetic, in 1e12 a second."""
+    fp32, tf32, half = (rate * _T for rate in rates)
+    memory_bytes = int(memory_gib * _G)
+    return DeviceModel(
+        name, fp32, half, bytes_per_s, memory_bytes=memory_bytes, flops_tf32_per_s=tf32, compute_capability=capability,
+        host_s=_HOST_S, context_bytes=_CONTEXT_BYTES,
+    )  # fmt: skip
+
+
 DEVICES = {
     m.name: m
     for m in (
-        DeviceModel("v100", 9 * _T, 65 * _T, 0.75e12, memory_bytes=16 * _G),
-        DeviceModel("t4", 5 * _T, 35 * _T, 0.25e12, memory_bytes=16 * _G),
-        DeviceModel("rtx3090", 20 * _T, 60 * _T, 0.75e12, memory_bytes=24 * _G),
-        DeviceModel("rtx4090", 50 * _T, 100 * _T, 0.8e12, memory_bytes=24 * _G),
-        DeviceModel("l4", 30 * _T, 70 * _T, 0.25e12, memory_bytes=24 * _G),
-        DeviceModel("a10g", 20 * _T, 45 * _T, 0.48e12, memory_bytes=24 * _G),
-        DeviceModel("a100", 90 * _T, 190 * _T, 1.6e12, memory_bytes=80 * _G),
-        DeviceModel("h100", 250 * _T, 600 * _T, 2.7e12, memory_bytes=80 * _G),
-        DeviceModel("h200", 250 * _T, 600 * _T, 3.9e12, memory_bytes=141 * _G),
+        _gpu("v100", (7, 0), (9, 0, 65), 0.75e12, 15.8),
+        _gpu("t4", (7, 5), (5, 0, 35), 0.25e12, 14.6),
+        _gpu("rtx3090", (8, 6), (20, 20, 60), 0.75e12, 23.7),
+        _gpu("rtx4090", (8, 9), (50, 50, 100), 0.8e12, 23.6),
+        _gpu("l4", (8, 9), (18, 30, 70), 0.25e12, 22.0),
+        _gpu("a10g", (8, 6), (18, 20, 45), 0.48e12, 22.0),
+        _gpu("a100", (8, 0), (14, 90, 190), 1.6e12, 79.2),
+        _gpu("h100", (9, 0), (40, 250, 600), 2.7e12, 79.1),
+        _gpu("h200", (9, 0), (40, 250, 600), 3.9e12, 139.4),
     )
 }
 
@@ -56,13 +100,27 @@ def device_model(name: str | None = None) -> DeviceModel:
     """A device's rates by name; without a name, this machine's processor, measured once.
 
     Raises:
-        ConfigError: When the name is not in the table.
+        ConfigError: If the name is not in the table.
     """
     if name is None or name == "cpu":
         return _measured_processor()
     if name.lower() not in DEVICES:
         raise ConfigError(f"device {name!r} is not in the table.", f"Valid names: cpu, {', '.join(sorted(DEVICES))}.")
     return DEVICES[name.lower()]
+
+
+def model_of(device: torch.device) -> DeviceModel:
+    """Rates of a device that is here; a GPU that is not in the table counts as an A100.
+
+    Args:
+        device: The device.
+    """
+    import torch
+
+    if device.type != "cuda":
+        return device_model()
+    found = torch.cuda.get_device_name(device).lower().replace(" ", "")
+    return DEVICES[next((name for name in DEVICES if name in found), "a100")]
 
 
 @lru_cache(maxsize=1)
@@ -87,6 +145,21 @@ def _best(call: Any, repeats: int = 7) -> float:
         call()
         times.append(perf_counter() - start)
     return min(times)
+
+
+def product_flops32_per_s(device: DeviceModel, by_cudnn: bool) -> float:
+    """Rate of products in fp32 under torch's present settings: rounded to TF32 or not.
+
+    Args:
+        device: The device.
+        by_cudnn: Whether cuDNN runs them, as it does convolutions and recurrent layers, and not cuBLAS.
+    """
+    import torch
+
+    if not device.flops_tf32_per_s:
+        return device.flops32_per_s
+    rounds = torch.backends.cudnn.allow_tf32 if by_cudnn else torch.get_float32_matmul_precision() != "highest"
+    return device.flops_tf32_per_s if rounds else device.flops32_per_s
 
 
 def memory_bytes_here(device: str) -> int | None:

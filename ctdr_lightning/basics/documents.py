@@ -12,10 +12,10 @@ from types import UnionType
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from ctdr_lightning.basics.errors import CheckpointError
-from ctdr_lightning.basics.files import read_text
+from ctdr_lightning.basics.files import BYTE_ORDER_MARK, read_text
 
 T = TypeVar("T")
-CALLBACK_STATE_VERSION = 2  # of what the callback adds to a checkpoint; read by it and by `restore`
+CALLBACK_STATE_VERSION = 2  # of the callback's entry in a checkpoint; read by the callback and by `restore`
 
 
 def parse_document(source: str | Path, kind: str, version: int) -> dict[str, Any]:
@@ -23,21 +23,22 @@ def parse_document(source: str | Path, kind: str, version: int) -> dict[str, Any
 
     Args:
         source: JSON text that starts with a brace, or a path.
-        kind: What the document must say that it is.
+        kind: The kind that the document must declare.
         version: The version that can be read.
 
     Raises:
-        CheckpointError: When it cannot be read, or is of another kind or version.
+        CheckpointError: If it cannot be read, or is of another kind or version.
     """
-    inline = isinstance(source, str) and source.lstrip().startswith("{")
-    text = str(source) if inline else read_text(source)
+    given = source.removeprefix(BYTE_ORDER_MARK) if isinstance(source, str) else source
+    inline = isinstance(given, str) and given.lstrip().startswith("{")
+    text = str(given) if inline else read_text(source)
     where = "The text" if inline else repr(str(source))
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where} is no {kind}: no valid JSON ({error}).", _how_to_write(kind)) from error
+        raise CheckpointError(f"{where} is not a {kind}: invalid JSON ({error}).", _how_to_write(kind)) from error
     if not isinstance(data, dict) or data.get("kind") != kind:
-        raise CheckpointError(f"{where} is no {kind}: it holds {_what_it_is(data)}.", _how_to_write(kind))
+        raise CheckpointError(f"{where} is not a {kind}: it holds {_what_it_is(data)}.", _how_to_write(kind))
     if type(data.get("version")) is not int or data["version"] != version:
         raise CheckpointError(
             f"{where} is a {kind} of version {data.get('version')!r}; this release reads version {version}.",
@@ -66,7 +67,7 @@ def read_record(kind: type[T], found: Mapping[str, Any] | Sequence[Any]) -> T:
         found: Its fields by name, where defaults may be left out, or all of them in order.
 
     Raises:
-        ValueError: When a field is missing, unknown, or of another type.
+        ValueError: If a field is missing, unknown, or of another type.
     """
     hints = _hints(cast(Hashable, kind))
     if not isinstance(found, Mapping):
@@ -77,7 +78,7 @@ def read_record(kind: type[T], found: Mapping[str, Any] | Sequence[Any]) -> T:
 
 
 def plain_of(record: Any) -> Any:
-    """A dataclass of plain fields as a mapping, to be read back by ``read_record``.
+    """Convert a dataclass of plain fields to a mapping that ``read_record`` reads back.
 
     Records that stand for one of several kinds carry their kind: a class attribute of that name.
     """

@@ -1,14 +1,16 @@
-"""The errors a user can meet: what was wrong, what was found, what to do."""
+"""Errors for users: each names the problem, the value found and a remedy."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
 
 
 class CTDRError(Exception):
     """Base of every error raised on purpose by this package.
 
     Args:
-        problem: What is wrong, naming the argument and what was found.
-        hint: What to do about it.
+        problem: The fault, with the argument's name and the value found.
+        hint: The remedy.
     """
 
     def __init__(self, problem: str, hint: str = "") -> None:
@@ -29,7 +31,7 @@ class InfeasibleBudgetError(CTDRError, RuntimeError):
     """No plan fits the memory budget.
 
     Args:
-        problem: What is wrong, naming the budget.
+        problem: The fault, with the budget.
         hint: The nearest remedy.
         least_peak_bytes: Smallest peak that any plan found reaches.
     """
@@ -55,13 +57,41 @@ class OffloadError(CTDRError, RuntimeError):
     """A tensor could not be moved away or brought back: a disk that is full, a limit that is reached."""
 
 
+class ReplayError(CTDRError, RuntimeError):
+    """A tensor that was dropped came back with other contents than it had; the gradients of the step are not right.
+
+    Args:
+        problem: The fault, with the operation and its module.
+        hint: The remedy.
+        pins: From value id of the plan's trace to the reason why it may not be made again.
+        read_by_others: Value ids of which a codec gave back less than a reader asked for.
+        ticks: In a step that was being recorded, the ticks of the operations that may not run again.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        hint: str = "",
+        *,
+        pins: Mapping[int, str] | None = None,
+        read_by_others: Iterable[int] = (),
+        ticks: Iterable[int] = (),
+    ) -> None:
+        super().__init__(problem, hint)
+        self.pins = dict(pins or {})
+        self.read_by_others = frozenset(read_by_others)
+        self.ticks = frozenset(ticks)
+
+
 def first_line(error: BaseException) -> str:
-    """What another program's error says, in one line, with its kind where it says nothing.
+    """The first line of another program's error, or its type if it has no text.
 
     Example:
         >>> first_line(KeyError("weight"))
         "KeyError: 'weight'"
     """
+    if isinstance(error, CTDRError):
+        return error.problem.rstrip(" .:")
     lines = str(error).strip().splitlines()
     said = lines[0].rstrip(" .:") if lines else ""
     if isinstance(error, RuntimeError | ImportError) and said:  # their texts are sentences

@@ -8,14 +8,16 @@ from pathlib import Path
 
 from ctdr_lightning.basics.errors import CheckpointError
 
+BYTE_ORDER_MARK = "\ufeff"
+
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a text file: first whole beside its place, then moved there in one step."""
+    """Write a text file atomically: to a temporary file in the same folder, which then replaces the target."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: str | Path, data: bytes) -> None:
-    """Write a file: first whole beside its place, then moved there in one step."""
+    """Write a file atomically: to a temporary file in the same folder, which then replaces the target."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
@@ -31,12 +33,12 @@ def write_bytes(path: str | Path, data: bytes) -> None:
 
 
 def read_text(path: str | Path) -> str:
-    """Read a text file.
+    """Read a text file, without the byte order mark that some editors write before the text.
 
     Raises:
-        CheckpointError: When the file is missing or is no text.
+        CheckpointError: If the file is missing or is no text.
     """
     try:
-        return Path(path).read_text()
+        return Path(path).read_text().removeprefix(BYTE_ORDER_MARK)
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise CheckpointError(f"Cannot read {str(path)!r}: {error}.", "Check the path.") from error

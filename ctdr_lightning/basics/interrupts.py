@@ -31,7 +31,7 @@ def put_back_after(put_back: Callable[[], None]) -> Iterator[None]:
     A ``finally`` alone lets a signal in before its first statement has run.
 
     Args:
-        put_back: Undoes what the block is about to change.
+        put_back: Undoes the change that the block is about to make.
 
     Example:
         >>> there = ["first"]

@@ -1,4 +1,4 @@
-"""What follows from an object that never changes is made when it is first asked for and lives as long as the object."""
+"""Results derived from an immutable object: computed on first use, cached for the object's lifetime."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class MadeOnce:
         return {}
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What ``make`` returned the first time that it was asked for under this key."""
+        """Return the cached result for this key; call ``make`` on first use."""
         if key not in self._made:
             self._made[key] = make()
         found: T = self._made[key]

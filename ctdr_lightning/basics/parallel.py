@@ -26,9 +26,9 @@ def each(
     """Apply a function to every item, in order of the items, on as many threads as torch may use.
 
     Args:
-        function: What to do; draws no random number and measures no time.
+        function: Called on each item; must draw no random number and measure no time.
         items: Independent of each other.
-        label: What is being done, for the progress bar.
+        label: Name of the work, for the progress bar.
         progress: Whether to show one.
         parallel: False does one after another, with all threads inside: for weights on an accelerator.
     """

@@ -1,7 +1,7 @@
-"""One progress bar for what takes over two seconds: rich where it is installed, plain lines otherwise.
+"""One progress bar for work that takes over two seconds: rich if it is installed, plain lines otherwise.
 
-What is tracked inside of something that is tracked, or inside `one_bar`, shares its bar, which says all that is under
-way: ``choose: 3 of 15, factorize: 2 of 8``.
+Nested work, and work inside `one_bar`, shares the outer bar, which shows every level:
+``choose: 3 of 15, factorize: 2 of 8``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ctdr_lightning.basics.interrupts import interrupts_held
 
 T = TypeVar("T")
 Show = Callable[[str, int], None]
-# What is done sooner needs no bar.
+# Shorter work needs no bar.
 PATIENCE_S = 2.0
 # Lines in a file stay: each waits so many times longer than the one before, up to a minute, so that ten minutes are
 # some 20 lines and not 300.
@@ -39,10 +39,10 @@ class _Task:
 
 
 class _Bar:
-    """What is under way, on the screen once that has lasted.
+    """The work under way, shown on the screen after a delay.
 
-    A Ctrl-C may come between any two lines, also those that close a bar. So nothing but the frames of what is under way
-    holds a bar, a bar that goes with them is taken down, and no lock is left taken.
+    A Ctrl-C may come between any two lines, also those that close a bar. So only the frames of the work under way
+    hold a bar, a bar that dies with them is taken down, and no lock stays held.
     """
 
     def __init__(self, enabled: bool) -> None:
@@ -50,14 +50,14 @@ class _Bar:
         self.tasks: list[_Task] = []
         self._show: Show | None = None
         self._lock = threading.Lock()
-        timer = threading.Timer(PATIENCE_S, _say, [weakref.ref(self)])  # what is under way may last without a word
+        timer = threading.Timer(PATIENCE_S, _say, [weakref.ref(self)])  # fires even if the work never reports progress
         timer.daemon = True
         self._ends = [weakref.finalize(self, timer.cancel)]
         if enabled:
             timer.start()
 
     def say(self) -> None:
-        """Show what is done now."""
+        """Show the present state of the work."""
         if time.perf_counter() - self._start_s < PATIENCE_S:
             return
         with interrupts_held(), self._lock:
@@ -111,7 +111,7 @@ def one_bar(enabled: bool = True) -> Iterator[None]:
 
 @contextmanager
 def doing(label: str) -> Iterator[None]:
-    """Say in the bar that there is, if any, what is done inside."""
+    """Show a label in the current bar, if there is one, for the duration of the block."""
     bar = _open()
     if bar is None:
         yield
@@ -134,9 +134,9 @@ def track(items: Iterable[T], label: str, *, total: int, enabled: bool = True) -
     """Iterate over items; once that has lasted two seconds, show on stderr how far it is.
 
     Args:
-        items: What to iterate over.
-        label: What is being done ("factorize").
-        total: How many items there are.
+        items: Items to iterate over.
+        label: Name of the work ("factorize").
+        total: Number of items.
         enabled: False shows nothing.
     """
     if not enabled:
@@ -168,11 +168,11 @@ def open_bar(label: str, total: int) -> tuple[Show, Callable[[], None]]:
     """Open a bar on a terminal, or plain lines elsewhere.
 
     Args:
-        label: What is being done.
-        total: How many items there are.
+        label: Name of the work.
+        total: Number of items.
 
     Returns:
-        A function that shows what is done now and how many items are done, and one that takes the bar down.
+        A function that shows the present item and the number of items done, and one that takes the bar down.
     """
     if find_spec("rich") is None or not sys.stderr.isatty():
         return _plain(), lambda: None

@@ -1,4 +1,4 @@
-"""Names for policies, methods and codecs: one decorator, entry points, one error that lists what there is."""
+"""Names for policies, methods and codecs: one decorator, entry points, one error that lists the valid names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Registry(Mapping[str, T], Generic[T]):
     """A mapping from name to a registered callable.
 
     Args:
-        kind: What is registered, in the singular ("policy"); used in errors.
+        kind: Kind of entry, in the singular ("policy"); used in errors.
         group: Entry-point group that third-party packages may use, or None.
     """
 
@@ -27,10 +27,10 @@ class Registry(Mapping[str, T], Generic[T]):
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Return a decorator that registers what it decorates under ``name``.
+        """Return a decorator that registers its target under ``name``.
 
         Raises:
-            ConfigError: When the name is taken.
+            ConfigError: If the name is taken.
         """
 
         def add(entry: T) -> T:
@@ -96,5 +96,5 @@ class Registry(Mapping[str, T], Generic[T]):
             self._entries.setdefault(point.name, self._entry(point.name, point.load()))
 
     def _entry(self, name: str, found: T) -> T:
-        """What is kept of an entry that was made elsewhere."""
+        """Convert an entry that a third-party package offers; the base class keeps it unchanged."""
         return found

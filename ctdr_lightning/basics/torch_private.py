@@ -1,15 +1,18 @@
 """The private names of torch that this package uses: imported here once, checked here once, and used nowhere else.
 
-torch has no public name for what they give. The names were read in the sources of torch 2.7.1, 2.8.0, 2.13.0 and
+torch has no public equivalent for them. The names were read in the sources of torch 2.7.1, 2.8.0, 2.13.0 and
 2.15.0; 2.8 is the first release that has them all. Where a name is missing the import fails with one sentence, before
 any training starts. Private attributes of torch's objects cannot be imported, so they are checked by name at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sized
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.autograd import ProfilerConfig, ProfilerState
@@ -37,8 +40,11 @@ try:
     # Keys of the dispatcher, and guards that take some of them out of a call's way. No public call reaches below
     # autograd: `detach()` in Python gives a tensor a version counter of its own there, so that later writes in place
     # would go unnoticed.
+    # Copies many tensors with one launch; `copy_` is one each.
+    from torch import _foreach_copy_ as foreach_copy_
     from torch._C import DispatchKey, DispatchKeySet
     from torch._C import _AutoDispatchBelowAutograd as BelowAutograd
+    from torch._C import _current_autograd_node as current_autograd_node  # whose backward runs in this thread
     from torch._C import _current_graph_task_id as graph_task_id  # -1 outside of a backward; torch's checkpoint asks so
     from torch._C import _DisableTorchDispatch as NoTorchDispatch
     from torch._C import _dispatch_tls_is_dispatch_key_excluded as is_key_excluded
@@ -47,8 +53,8 @@ try:
     from torch._C import _set_grad_enabled as set_grad_enabled  # the public class does this and builds an object first
     from torch._C import _SetExcludeDispatchKeyGuard as SetKeyExcluded
 
-    # The older profiler writes down the allocations of its own thread alone. The public one is one for the whole
-    # process: to start it beside a profiler of the user's ends that one, and kills the process while that one warms up.
+    # The older profiler records the allocations of its own thread alone. The public one is process-wide: starting it
+    # ends a profiler that the user runs, and kills the process if that one is in its warm-up.
     from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
 
     # The public `saved_tensors_hooks` can be entered and left, but not asked which hooks are on top: without an answer
@@ -56,7 +62,7 @@ try:
     from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks
     from torch._C._profiler import _ExperimentalConfig
 
-    # Where `torch.cond` and its kind compile themselves; no public hook is told of it.
+    # `torch.cond` and its kind compile themselves here; no public hook sees it.
     from torch._higher_order_ops import utils as higher_order_utils
     from torch._ops import OpOverload  # the type of an aten op
 
@@ -69,6 +75,14 @@ try:
         FakeTensorMode,
         UnsupportedOperatorException,
     )
+
+    # The last Python frame below the engine: it is the caller of the engine's own requests, whereas a hook's request
+    # has the hook as its caller. Callbacks at the end of a backward have no public name; DDP and FSDP use this one.
+    from torch.autograd.graph import _engine_run_backward
+    from torch.autograd.variable import Variable
+
+    # A kernel that does nothing for a number of cycles.
+    from torch.cuda import _sleep as keep_gpu_busy
 
     # Dispatch modes have no public name. To push and pop one takes half the time of `with mode:` (1.7 us instead of
     # 3.4), which counts where the tape leaves and comes back many times a step.
@@ -83,7 +97,10 @@ try:
 except ImportError as error:
     raise unusable_torch(str(error), torch.__version__) from error
 
-# What a fake tensor cannot do, as it has no values; each holds the op as ``func``.
+ENGINE_CODE = _engine_run_backward.__code__
+queue_callback = Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+
+# Raised where a fake tensor would need values; each holds the op as ``func``.
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 # All autocast keys that this build knows: a replay runs below autocast on every device, as the recorded calls did.
@@ -94,13 +111,19 @@ for _name in ("CUDA", "XPU", "MPS", "HPU", "PrivateUse1"):
 
 # Private attributes, read where they are needed as a call in between would cost as much as the question.
 #   _version  an object's count of writes in place: the only sign of a write that there is
-#   _base, _is_view()  what a tensor is a view of
+#   _base, _is_view()  the tensor that a view refers to
+#   _indices(), _values()  the parts of a sparse tensor; the public ones ask for a coalesced one, which is a copy
+#   _is_zerotensor()  a tangent of zeros, which forward-mode AD makes without memory: to read its bytes ends the process
 #   _cdata  a storage's identity (`data_ptr()` of two empty storages is the same)
-#   _schema, _overloadname, _overloadpacket  what an op reads, writes and returns: `torch.library` has no reader
+#   _schema, _overloadname, _overloadpacket  arguments read and written, returns: `torch.library` has no reader
+#   _op_dk  one kernel of an op: the composed one, where a decomposition in Python would be taken first
+#   _forward_hooks and its kin  a module's hooks: they can be added and removed, but not counted
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ATTRIBUTES: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (torch.Tensor, ("_version", "_base", "_is_view")),
+    (torch.Tensor, ("_version", "_base", "_is_view", "_indices", "_values", "_is_zerotensor")),
     (torch.UntypedStorage, ("_cdata",)),
-    (torch.ops.aten.relu.default, ("_schema", "_overloadname", "_overloadpacket")),
+    (torch.nn.Identity(), _HOOKS),
+    (torch.ops.aten.relu.default, ("_schema", "_overloadname", "_overloadpacket", "_op_dk")),
 )
 for _owner, _names in _ATTRIBUTES:
     for _name in _names:
@@ -115,6 +138,11 @@ try:
     _UNCOMPILED: _FrameExecStrategy | None = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 except ImportError:  # then torch's own way does
     _UNCOMPILED = None
+
+
+def hooks_of(module: torch.nn.Module) -> list[Sized]:
+    """A module's own collections of hooks, those of its backward included: their lengths tell how many it has."""
+    return [getattr(module, name) for name in _HOOKS]
 
 
 class OpMode(TorchDispatchMode):
@@ -135,32 +163,128 @@ class OpMode(TorchDispatchMode):
             set_code_exec_strategy(own.__code__, _UNCOMPILED)
 
 
-def allocations_of(run: Callable[[], object]) -> list[int]:
-    """Run something in a thread of its own, beside whatever profiler there is, and write down its memory.
+def start_watching() -> None:
+    """Begin to record this thread's allocations and releases on the processor.
 
-    Args:
-        run: What is run; it finds none of the calling thread's modes.
+    Raises:
+        RuntimeError: If a profiler of the user's watches this thread already.
+    """
+    _enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()))
+
+
+def stop_watching() -> list[int]:
+    """End the recording that `start_watching` began.
 
     Returns:
         Bytes of each allocation on the processor in their order; of each release, negative ones.
     """
+    records = _disable_profiler_legacy()
+    return [e.cpu_memory_usage() for thread in records for e in thread if e.kind() == "memory_alloc"]
+
+
+def allocations_of(run: Callable[[], object]) -> list[int]:
+    """Run a function in a thread of its own, undisturbed by any running profiler, and record its memory.
+
+    Args:
+        run: The function; no mode of the calling thread is active in it.
+
+    Returns:
+        As `stop_watching`.
+    """
 
     def watched() -> list[int]:
-        config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
-        _enable_profiler_legacy(config)
+        start_watching()
         try:
             run()
         finally:
-            records = _disable_profiler_legacy()
-        return [e.cpu_memory_usage() for thread in records for e in thread if e.kind() == "memory_alloc"]
+            sizes = stop_watching()
+        return sizes
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(watched).result()
 
 
+@contextmanager
+def operators_replaced(kernels: Mapping[OpOverload, Callable[..., Any]], key: str) -> Iterator[None]:
+    """Let functions stand in for aten operators inside the block.
+
+    Args:
+        kernels: From an operator to its substitute.
+        key: Name of the dispatch key that they are kernels of.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "[\\s\\S]*Overriding a previously registered kernel")
+            for op, kernel in kernels.items():
+                library.impl(op, kernel, key)
+        yield
+    finally:
+        library._destroy()  # torch has no other way to take a kernel back
+
+
+def as_composite(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Run the operators that torch composes an operator of; ``decompose()`` takes decompositions in Python first."""
+    return op._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+@contextmanager
+def fake_devices_hidden(from_cpp: torch.device) -> Iterator[None]:
+    """Let C++ take fake tensors for another device's, while Python goes on to see the device that they stand for.
+
+    C++ asks the tensor's class, where no mode answers; Python takes the attribute that it finds first.
+
+    Args:
+        from_cpp: The device that C++ sees.
+    """
+    own, question = FakeTensor.__torch_dispatch__, torch.ops.prim.device.default
+
+    def device(tensor: FakeTensor) -> torch.device:
+        return torch.device("meta") if tensor.fake_mode.in_kernel_invocation else tensor.fake_device
+
+    def told(args: Any) -> torch.device:
+        return torch.device("meta") if args[0].fake_mode.in_kernel_invocation else from_cpp
+
+    def dispatch(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return told(args) if func is question else own(func, types, args, kwargs or {})
+
+    replaced = {
+        "__torch_dispatch__": classmethod(dispatch),
+        "device": property(device),
+        "is_cuda": property(lambda tensor: device(tensor).type == "cuda"),
+        "is_cpu": property(lambda tensor: device(tensor).type == "cpu"),
+    }
+    with ExitStack() as stack:
+        for name, value in replaced.items():
+            stack.enter_context(patch.object(FakeTensor, name, value, create=True))
+        yield
+
+
+@contextmanager
+def cuda_thought_available(bf16: bool) -> Iterator[None]:
+    """Let ``torch.autocast("cuda")`` work without a card: it asks whether there is one, and nothing else does.
+
+    Args:
+        bf16: Whether the card computes in bf16.
+    """
+    with (
+        patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+        patch.object(torch.cuda, "is_bf16_supported", lambda *_, **__: bf16),
+    ):
+        yield
+
+
 def profiler_events(profiler: Any) -> list[Any]:
     """Return the raw events of a finished ``torch.profiler.profile``; its public ``events()`` drops ``[memory]``."""
     return profiler.profiler.kineto_results.events()
+
+
+def free_unused_pinned_memory() -> None:
+    """Unpin the memory that torch caches: the public name came after 2.8, and without it freed memory stays pinned."""
+    public = getattr(torch.accelerator, "empty_host_cache", None)
+    empty = public or getattr(torch._C, "_host_emptyCache", None)
+    if empty is not None:
+        empty()
 
 
 def dump_cuda_memory(path: str) -> None:
@@ -169,11 +293,22 @@ def dump_cuda_memory(path: str) -> None:
 
 
 def replaces_scheduled_step(step: Any) -> None:
-    """Tell learning rate schedulers that this function does what their own wrapper of an optimizer's step does.
+    """Mark a function as a replacement of the wrapper that learning rate schedulers put around an optimizer's step.
 
     Without the mark a scheduler that was made before warns that the step was overridden.
     """
     step._wrapped_by_lr_sched = True
+
+
+def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that hold a tensor's bytes: itself, or the parts of a sparse one."""
+    if tensor.layout is torch.sparse_coo:
+        return (tensor._indices(), tensor._values())
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    return (tensor,)
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
@@ -186,6 +321,7 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
 
 __all__ = [
     "AUTOCAST_KEYS",
+    "ENGINE_CODE",
     "NEEDS_VALUES",
     "OLDEST_TORCH",
     "BelowAutograd",
@@ -200,19 +336,32 @@ __all__ = [
     "SetKeyExcluded",
     "TorchDispatchMode",
     "allocations_of",
+    "as_composite",
+    "cuda_thought_available",
+    "current_autograd_node",
     "current_dispatch_mode",
     "dump_cuda_memory",
+    "fake_devices_hidden",
+    "foreach_copy_",
+    "free_unused_pinned_memory",
     "graph_task_id",
     "higher_order_utils",
+    "hooks_of",
     "is_key_excluded",
+    "keep_gpu_busy",
     "mark_stepped",
     "n_dispatch_modes",
     "no_dispatch_modes",
+    "operators_replaced",
     "pop_dispatch_mode",
     "profiler_events",
     "push_dispatch_mode",
+    "queue_callback",
     "replaces_scheduled_step",
     "set_grad_enabled",
+    "start_watching",
+    "stop_watching",
+    "strided_parts",
     "top_saved_tensors_hooks",
     "tree_flatten",
     "tree_leaves",

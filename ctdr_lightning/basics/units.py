@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from numbers import Integral, Real
+from typing import Any
 
 from ctdr_lightning.basics.errors import ConfigError
 
@@ -13,6 +15,7 @@ _SCALE = {
     "k": 1000, "kb": 1000, "m": 1000**2, "mb": 1000**2, "g": 1000**3, "gb": 1000**3, "t": 1000**4, "tb": 1000**4,
     "kib": KIB, "mib": MIB, "gib": GIB, "tib": 2**40,
 }  # fmt: skip
+_PERCENT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*")
 _PATTERN = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
 
 
@@ -20,35 +23,56 @@ def parse_bytes(value: int | float | str, *, total_bytes: int | None = None, nam
     """Read a byte count: an int, a string such as ``"8GiB"``, or a fraction of ``total_bytes``.
 
     Args:
-        value: Bytes as int, a number with a unit (``"512 MiB"``, ``"8GB"``), or a float in ``(0, 1]``.
-        total_bytes: What a fraction is a fraction of; None refuses fractions.
+        value: Bytes as int, a number with a unit (``"512 MiB"``, ``"8GB"``), or a fraction: a float in ``(0, 1]`` or
+            ``"80%"``. NumPy's numbers count as Python's.
+        total_bytes: The whole that a fraction refers to; None refuses fractions.
         name: Argument name used in errors.
 
     Returns:
         A positive number of bytes.
 
     Raises:
-        ConfigError: When ``value`` is not a positive finite amount or its unit is unknown.
+        ConfigError: If ``value`` is not a positive finite amount or its unit is unknown.
 
     Example:
         >>> parse_bytes("1.5 GiB")
         1610612736
     """
+    value = plain_number(value)
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ConfigError(
             f"{name} must be bytes, a string with a unit or a fraction, found {value!r}.", 'Write "8GiB".'
         )
+    shown = repr(value)
     if isinstance(value, str):
-        return _parse_text(value, name)
+        percent = _PERCENT.fullmatch(value)
+        if percent is None:
+            return _parse_text(value, name)
+        value = float(percent[1]) / 100
+        if value > 1:
+            raise ConfigError(f"{name}={shown} is more than the device has.", 'Write "8GiB" or "80%".')
     if not math.isfinite(value) or value <= 0:
-        raise ConfigError(f"{name} must be positive and finite, found {value!r}.", 'Write "8GiB" or 0.8.')
+        raise ConfigError(f"{name} must be positive and finite, found {shown}.", 'Write "8GiB" or 0.8.')
     if isinstance(value, int) or value > 1:
         return int(value)
     if total_bytes is None:
         raise ConfigError(
-            f"{name}={value!r} is a fraction, but the device's memory is not known here.", 'Write bytes: "8GiB".'
+            f"{name}={shown} is a fraction, but the device's memory is not known here.", 'Write bytes: "8GiB".'
         )
     return int(value * total_bytes)
+
+
+def plain_number(value: Any) -> Any:
+    """Convert a NumPy number to Python's own; return anything else unchanged.
+
+    Example:
+        >>> import numpy as np
+        >>> plain_number(np.int64(8)), plain_number("8GiB"), plain_number(True)
+        (8, '8GiB', True)
+    """
+    if isinstance(value, bool):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value) if isinstance(value, Real) else value
 
 
 def _parse_text(text: str, name: str) -> int:
@@ -90,7 +114,7 @@ def as_given(value: int | float | str, n_bytes: float) -> str:
 
 
 def format_roomy(n_bytes: float) -> str:
-    """Write bytes so that what is read back is at least as much, with 1 % to spare: for amounts to be given as budgets.
+    """Format bytes rounded up, with 1 % to spare: for amounts that a user passes back as budgets.
 
     A search that is timed anew does not always find the very same least peak.
 

@@ -40,7 +40,7 @@ class Input:
         """Read ``[name=]shape[:dtype]``.
 
         Raises:
-            ConfigError: When it is anything else.
+            ConfigError: If it is anything else.
 
         Example:
             >>> Input.read("input_ids=8,128:int64").shape
@@ -49,7 +49,8 @@ class Input:
         match = _INPUT.fullmatch(text)
         if match is None or not (match["shape"] or match["dtype"]):
             raise ConfigError(
-                f"--input {text!r} is no shape.", "Write 64,3,224,224, or with name and dtype: input_ids=8,128:int64."
+                f"--input {text!r} is not a shape.",
+                "Write 64,3,224,224, or with name and dtype: input_ids=8,128:int64.",
             )
         if (match["dtype"] or "float32") not in _DTYPES:
             raise ConfigError(f"--input {text!r}: no dtype {match['dtype']!r}.", f"Valid names: {', '.join(_DTYPES)}.")
@@ -65,7 +66,7 @@ def from_inputs(inputs: Sequence[Input], *batch: int) -> Any:
     """The batch: one tensor, a tuple of several, or a dict of named ones.
 
     Raises:
-        ConfigError: When only some are named, or two bear one name.
+        ConfigError: If only some are named, or two bear one name.
     """
     names = [entry.name for entry in inputs]
     if any(names) and (not all(names) or len(set(names)) < len(names)):
@@ -80,7 +81,7 @@ def from_data(name: str) -> Any:
     """The first training batch of a data module, a loader, or anything to iterate over.
 
     Raises:
-        ConfigError: When there is none; with what the data said.
+        ConfigError: If there is none; with the error of the data.
     """
     data = build(name, "data", "my_project:DigitsData")
     try:
@@ -110,7 +111,7 @@ def resized(batch: Any) -> Callable[[int], Any]:
     """From a batch to a function that makes one of another size: the first axis of each tensor that has the batch's.
 
     Raises:
-        ConfigError: When the batch holds no tensor with an axis.
+        ConfigError: If the batch holds no tensor with an axis.
     """
     sizes = [len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
     if not sizes:

@@ -1,4 +1,4 @@
-"""What a command line names: ``module:callable``, imported from the current folder too, and called."""
+"""Names on the command line: ``module:callable``, imported from the current folder too, and called."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ctdr_lightning.basics.errors import ConfigError, CTDRError, first_line
 
 
 def build(name: str, what: str, example: str) -> Any:
-    """Import and call what a name says.
+    """Import and call a named callable.
 
     Args:
         name: Such as ``"torchvision.models:resnet18"``.
-        what: What it is to be, for errors: ``"model"``.
-        example: A name that would do, for errors.
+        what: Its role, for errors: ``"model"``.
+        example: A valid name, for errors.
 
     Raises:
-        ConfigError: When it cannot be imported or its call fails; with what Python said.
+        ConfigError: If it cannot be imported or its call fails; with Python's error.
     """
     module, _, attribute = name.partition(":")
     folder = str(Path.cwd())
@@ -49,9 +49,11 @@ def build_model(name: str) -> nn.Module:
     """The model that a name says.
 
     Raises:
-        ConfigError: When it cannot be built or is no module.
+        ConfigError: If it cannot be built or is no module.
     """
     model = build(name, "model", "torchvision.models:resnet18")
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"model {name!r} is a {type(model).__name__}, no nn.Module.", "Name what builds the module.")
+        raise ConfigError(
+            f"model {name!r} is a {type(model).__name__}, no nn.Module.", "Name a callable that builds the module."
+        )
     return model

@@ -9,12 +9,12 @@ from typing import Any
 
 from ctdr_lightning.basics.files import write_text
 from ctdr_lightning.decomposition import Report
-from ctdr_lightning.evaluate.pages.comparison_page import comparison_page
-from ctdr_lightning.evaluate.pages.run_folder import read_runs
-from ctdr_lightning.evaluate.pages.run_page import RunParts, run_page
-from ctdr_lightning.evaluate.pages.run_record import RunRecord, layer_lines
 from ctdr_lightning.memory import Plan
 from ctdr_lightning.memory.simulator.timeline import Timeline
+from ctdr_lightning.pages.comparison_page import comparison_page
+from ctdr_lightning.pages.run_folder import read_runs
+from ctdr_lightning.pages.run_page import RunParts, run_page
+from ctdr_lightning.pages.run_record import RunRecord, layer_rows
 
 
 def add_report(commands: Any) -> None:
@@ -48,10 +48,10 @@ def write_plan_page(path: str, title: str, plan: Plan, report: Report | None, de
     Args:
         path: Of the page.
         title: Of the page.
-        plan: The plan.
-        report: What was decomposed; None where nothing was.
-        dense: The dense model's step; None where nothing was decomposed.
+        plan: The plan of the step.
+        report: The decomposition; None without one.
+        dense: The dense model's step; None without a decomposition.
     """
     before, after = (report.parameters_before, report.parameters_after) if report is not None else (0, 0)
-    record = RunRecord(title, parameters_before=before, parameters_after=after, layers=layer_lines(report))
+    record = RunRecord(title, parameters_before=before, parameters_after=after, layers=layer_rows(report))
     write_text(path, run_page(RunParts(record, plan, dense)))

@@ -19,21 +19,21 @@ def step_of(model: nn.Module, *, spare: bool = False) -> Step:
     """The step to plan for: from a copy of the model and a batch to the loss.
 
     A LightningModule runs its own ``training_step``. Any other module is called: with a tensor, with a tuple's entries,
-    or with a dict's as keywords; the loss is what it calls ``loss``, or else the sum of all that it returns.
+    or with a dict's as keywords; the loss is its output ``loss``, or else the sum of all outputs.
 
     Args:
         model: The model; the step runs a copy of it.
         spare: Whether a tuple may hold more than the forward takes, as a loader's pairs of image and label do.
 
     Raises:
-        ConfigError: From the step, when the model does not take the batch; with what the model said.
+        ConfigError: From the step, if the model does not accept the batch; with the model's error.
     """
     run = _training_step if _is_lightning(model) else partial(_forward, spare=spare)
 
     def step(twin: nn.Module, batch: Any) -> Tensor:
         try:
             return run(twin, batch)
-        except (CTDRError, *NEEDS_VALUES):  # the recording tells better what fake tensors cannot do
+        except (CTDRError, *NEEDS_VALUES):  # the recording has the better message for limits of fake tensors
             raise
         except Exception as error:  # somebody else's code: it may raise anything
             raise ConfigError(
@@ -54,7 +54,7 @@ def _training_step(twin: Any, batch: Any) -> Tensor:
 
     if not twin.automatic_optimization:
         raise ConfigError(
-            f"{type(twin).__name__} steps its optimizers by hand, so that its training_step cannot be run alone.",
+            f"{type(twin).__name__} uses manual optimization, so its training_step cannot be run alone.",
             "Plan the network that it trains: name a callable that returns it.",
         )
     attach_fake_trainer(twin)
@@ -71,7 +71,7 @@ def _forward(twin: nn.Module, batch: Any, spare: bool) -> Tensor:
 
 
 def _n_taken(twin: nn.Module, n_given: int) -> int:
-    """How many of the given positional arguments the forward takes."""
+    """Number of the given positional arguments that the forward takes."""
     kinds = [parameter.kind for parameter in inspect.signature(twin.forward).parameters.values()]
     if inspect.Parameter.VAR_POSITIONAL in kinds:
         return n_given

@@ -6,29 +6,29 @@ from ctdr_lightning.decomposition.algorithms.solvers import SOLVERS, Solver
 from ctdr_lightning.decomposition.apply import decompose
 from ctdr_lightning.decomposition.choose.choices import Choices, LayerChoice
 from ctdr_lightning.decomposition.choose.rank import RANK_RULES, Rule
-from ctdr_lightning.decomposition.chooser import RankChooser, rank_chooser
 from ctdr_lightning.decomposition.layers.dense_again import merge
 from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer
 from ctdr_lightning.decomposition.methods import METHODS, Method
 from ctdr_lightning.decomposition.report import LayerReport, Report
 from ctdr_lightning.decomposition.shapes.layer_kinds import KINDS, Kind
+from ctdr_lightning.decomposition.trials.bench import Bench, bench_of
 
 __all__ = [
     "KINDS",
     "METHODS",
     "RANK_RULES",
     "SOLVERS",
+    "Bench",
     "Choices",
     "FactorizedLayer",
     "Kind",
     "LayerChoice",
     "LayerReport",
     "Method",
-    "RankChooser",
     "Report",
     "Rule",
     "Solver",
+    "bench_of",
     "decompose",
     "merge",
-    "rank_chooser",
 ]

@@ -1,12 +1,10 @@
-"""The one call: select layers, choose ranks, swap them, and say what was done."""
+"""The one call: select layers, choose ranks, swap the layers, and report."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from ctdr_lightning.basics.errors import ConfigError
@@ -14,24 +12,19 @@ from ctdr_lightning.basics.interrupts import interrupts_held
 from ctdr_lightning.basics.progress_bar import one_bar
 from ctdr_lightning.decomposition.algorithms.solvers import SOLVERS
 from ctdr_lightning.decomposition.choose.batches import N_BATCHES, Batches, Step
+from ctdr_lightning.decomposition.choose.by_layer import choose_by_layer
+from ctdr_lightning.decomposition.choose.by_share import ELSEWHERE, Start
 from ctdr_lightning.decomposition.choose.choices import Choices, checked
-from ctdr_lightning.decomposition.choose.costs import CostModel, factor_costs, samples, weigh
+from ctdr_lightning.decomposition.choose.costs import CostModel
 from ctdr_lightning.decomposition.choose.observe import with_given_shapes, with_shapes
-from ctdr_lightning.decomposition.choose.propose import MethodLike, Request, propose
 from ctdr_lightning.decomposition.choose.rank import RankLike
-from ctdr_lightning.decomposition.choose.rank_search import ELSEWHERE, RankSearch, Start
+from ctdr_lightning.decomposition.choose.request import MethodLike, Request
 from ctdr_lightning.decomposition.choose.select import Layer, find_layers
-from ctdr_lightning.decomposition.choose.sensitivity import Evidence, gather
 from ctdr_lightning.decomposition.choose.uncovered import staying_weights
 from ctdr_lightning.decomposition.layers.attention import opened
 from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer
-from ctdr_lightning.decomposition.losses import warn_of_losses
-from ctdr_lightning.decomposition.methods import METHODS
-from ctdr_lightning.decomposition.report import LayerReport, Report
-from ctdr_lightning.decomposition.shapes.layer_kinds import weight_of
-from ctdr_lightning.decomposition.trial import Bench, Trial, adopt
-
-_NOMINAL_AXIS = 32
+from ctdr_lightning.decomposition.report import Report, layer_report, n_parameters, warn_of_losses
+from ctdr_lightning.decomposition.trials.bench import Bench, Trial
 
 
 def decompose(
@@ -69,7 +62,7 @@ def decompose(
         select: Patterns of the layers to take; ``!`` leaves out. None takes all.
         choices: An earlier report's ``choices``, or their ``to_dict()``: applied as they are, no weight is looked at
             to decide; ``rank``, ``method`` and ``select`` are not read.
-        allocate: What a float ``rank`` is a share of: ``"loss"`` (parameters, spent by what ``data`` tells),
+        allocate: The resource that a float ``rank`` is a share of: ``"loss"`` (parameters, distributed by ``data``),
             ``"parameters"``, ``"flops"``, ``"memory"`` or ``"seconds"``; None gives every layer the same share of its
             own parameters. ``"auto"`` is ``"loss"`` with data and ``"parameters"`` without.
         solver: Registered solver name.
@@ -96,7 +89,7 @@ def decompose(
         The report, one row a layer.
 
     Raises:
-        ConfigError: When an argument cannot be used, or there is nothing to decompose.
+        ConfigError: If an argument cannot be used, or there is nothing to decompose.
 
     Example:
         >>> from torch import nn
@@ -105,7 +98,7 @@ def decompose(
         (8,)
     """
     SOLVERS[solver]
-    n_before = _n_parameters(model)
+    n_before = n_parameters(model)
     shaped = example_input is not None or input_shapes is not None
     costs = CostModel(optimizer, recompute, measure, gates=shaped)
     with opened(model), one_bar(progress):
@@ -118,39 +111,32 @@ def decompose(
             rank, method, allocate = 0.5, "auto", None  # not read
         resource = _resource(allocate, rank, data is not None)
         request = Request.read([layer.name for layer in layers], rank, method, resource, multiple, costs, progress)
-        evidence = gather(model, layers, Batches.draw(data, n_batches, step)) if data is not None else None
-        layers = evidence.noted(layers) if evidence is not None else layers
+        batches = Batches.draw(data, n_batches, step) if data is not None else None
+        bench = Bench(model, layers, request, batches, solver)
+        layers = list(bench.noted.values())
         if choices is None:
             _check_known(resource, layers)
-        trial = _tried(model, layers, choices, request, evidence, solver)
-        rows = [_row(layer, trial, costs) for layer in layers]
+        trial = bench.refined(_tried(bench, choices, request, data is not None))
+        rows = [layer_report(x, trial.choices.layers[x.name], trial.layers.get(x.name), costs) for x in layers]
         with interrupts_held():  # Ctrl-C comes before the cut or after it
-            adopt(model, layers, trial)
+            bench.adopt(trial)
         closed = {row.name: "" if row.reason == ELSEWHERE else row.reason for row in rows}
         staying = staying_weights(model, closed)
     asked = _asked(rank, resource, layers) if choices is None else None
-    report = Report(tuple(rows), n_before, _n_parameters(model), trial.divergence, asked, staying)
+    report = Report(tuple(rows), n_before, n_parameters(model), trial.divergence, asked, staying)
     warn_of_losses(report, layers)
     return report
 
 
-def _tried(
-    model: nn.Module,
-    layers: Sequence[Layer],
-    choices: Choices | Mapping[str, Any] | None,
-    request: Request,
-    evidence: Evidence | None,
-    solver: str,
-) -> Trial:
-    """Choose, and make the factors: refitted and refined where there is evidence, plain elsewhere."""
-    bench = Bench(model, layers, evidence, solver, request.progress)
+def _tried(bench: Bench, choices: Choices | Mapping[str, Any] | None, request: Request, has_data: bool) -> Trial:
+    """Choose, and make the factors: refitted and refined where there is data, plain elsewhere."""
+    layers = list(bench.noted.values())
     if choices is not None:
         given = choices if isinstance(choices, Choices) else Choices.from_dict(choices)
-        return bench.refined(bench.trial(checked(given, layers), Start()))
+        return bench.trial(checked(given, layers))
     if request.allocate is None:
-        return bench.refined(bench.trial(propose(layers, request), Start(covariance=evidence is not None)))
-    share = next(iter(request.specs.values())).value
-    return bench.refined(bench.best(RankSearch(layers, request, evidence), share, request.allocate))
+        return bench.trial(choose_by_layer(layers, request), Start(covariance=has_data))
+    return bench.best(next(iter(request.specs.values())).value, request.allocate)
 
 
 def _resource(allocate: str | None, rank: object, has_data: bool) -> str | None:
@@ -171,67 +157,3 @@ def _asked(rank: object, resource: str | None, layers: Sequence[Layer]) -> float
     """The share of the parameters that is asked for; None where it is of something else, or an earlier call's."""
     fresh = not any(isinstance(layer.module, FactorizedLayer) for layer in layers)
     return rank if isinstance(rank, float) and resource in (None, "parameters") and fresh else None
-
-
-def _row(layer: Layer, trial: Trial, costs: CostModel) -> LayerReport:
-    choice, factorized = trial.choices.layers[layer.name], trial.layers.get(layer.name)
-    n_before = _n_dense(layer)
-    before, after = _flops(layer, factorized)
-    net_bytes = None
-    if factorized is not None and layer.calls and layer.geometry is not None:
-        candidate = METHODS[factorized.method].at(layer.geometry, factorized.ranks)
-        net_bytes = weigh(layer, candidate, costs).net_bytes
-    return LayerReport(
-        name=layer.name,
-        kind=layer.kind,
-        method=factorized.method if factorized else None,
-        ranks=factorized.ranks if factorized else (),
-        parameters_before=n_before,
-        parameters_after=_n_parameters(factorized) if factorized else n_before,
-        flops_before=before,
-        flops_after=after,
-        relative_error=_relative_error(layer, factorized),
-        net_bytes=net_bytes,
-        decision="factorized" if factorized else "dense",
-        reason=choice.reason,
-    )
-
-
-def _n_dense(layer: Layer) -> int:
-    if layer.geometry is None and not layer.owner:
-        return _n_parameters(layer.module)
-    bias = getattr(layer.module, "bias", None)
-    n_weights = layer.geometry.n_weights if layer.geometry else 0  # a shared weight counts where it is owned
-    return n_weights + (0 if bias is None else bias.numel())
-
-
-def _flops(layer: Layer, factorized: FactorizedLayer | None) -> tuple[int, int]:
-    """Operations of one sample's forward; at a nominal size where the input's shape is not known."""
-    geometry = layer.geometry
-    if geometry is None:
-        return 0, 0
-    nominal = (1,) if geometry.lookup else (1, geometry.in_size, *(_NOMINAL_AXIS,) * geometry.n_axes)
-    shapes = layer.calls or (nominal,)
-    n_samples = max(samples(geometry, shapes[0])[0] if geometry.kernel else shapes[0][0], 1)
-    found = METHODS[factorized.method].at(geometry, factorized.ranks) if factorized else None
-    before = sum(factor.flops for shape in shapes for factor in factor_costs(geometry, None, shape))
-    after = sum(factor.flops for shape in shapes for factor in factor_costs(geometry, found, shape))
-    return before // n_samples, after // n_samples
-
-
-@torch.no_grad()
-def _relative_error(layer: Layer, factorized: FactorizedLayer | None) -> float:
-    if factorized is None:
-        return 0.0
-    weight = weight_of(layer.module)
-    if layer.module is factorized or weight.is_meta:
-        return math.nan
-    return float((weight - factorized.weight).norm() / weight.norm().clamp_min(1e-30))
-
-
-def _settled(module: nn.Module) -> list[nn.Parameter]:
-    return [p for p in module.parameters() if not isinstance(p, nn.parameter.UninitializedParameter)]
-
-
-def _n_parameters(model: nn.Module) -> int:
-    return sum(p.numel() for p in _settled(model))

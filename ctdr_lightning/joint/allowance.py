@@ -1,19 +1,20 @@
-"""What ranks may cost: outputs so far from the dense ones, or a metric so much worse.
+"""Allowed loss of accuracy: a divergence of the outputs, or a drop of a metric.
 
-Either holds for refined factors, since these are what the user gets; but a refinement takes seconds, and so only a
-candidate that would be the answer is refined. The others are judged by what refinement may win of their divergence.
+Either limit applies to refined factors, because the user gets these. But a refinement takes seconds, so only a
+candidate that would be the answer is refined. The others are judged by the expected gain of a refinement.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
-from ctdr_lightning.decomposition.trial import Trial
+from ctdr_lightning.decomposition.trials.bench import Trial
 from ctdr_lightning.joint.metric import MetricJudge
 
-# What the divergence falls by at most when all factors are refined: .0099 to .0031 nats on C at x16, .0005 to .0002 on
+# Largest factor by which a refinement lowers the divergence: .0099 to .0031 nats on C at x16, .0005 to .0002 on
 # V at x6, .52 to .14 on a character GPT at x4; and how much more than the last refinement the next one may win. A share
 # of right answers went with it or less: its drop fell to between a third and all on C, V, R and G at x2 to x8.
 _REFINED_GAIN, _GAIN_SPREAD = 4.0, 1.2
@@ -21,7 +22,7 @@ _ROOM = 1.05  # a second run's factors differ a little
 
 
 class Settled(NamedTuple):
-    """A trial that was held against what is allowed.
+    """A trial that was checked against the allowance.
 
     Attributes:
         trial: Refined where that was needed.
@@ -35,51 +36,55 @@ class Settled(NamedTuple):
 
 
 class Allowance(Protocol):
-    """Holds trials against what they may cost."""
+    """Checks trials against the allowed loss."""
 
     def excludes(self, trial: Trial) -> bool:
-        """Whether no refinement can be expected to bring a trial to what is allowed."""
+        """Whether no refinement can be expected to bring a trial within the limit."""
 
     def refusal(self, trial: Trial) -> str:
         """Why a candidate that fits is not worth a refinement; empty where it is."""
 
     def settled(self, trial: Trial) -> Settled:
-        """Hold a candidate that would be the answer against what is allowed."""
+        """Check a candidate that would be the answer against the limit."""
 
     def remedy(self) -> str:
-        """What to write for the best of those that were refused; empty where none was."""
+        """The arguments for the best refused trial; empty if there is none."""
 
 
 class AllowedLoss:
     """A largest divergence of the outputs.
 
     Args:
-        most: In nats; None allows any.
+        most: In nats, asked for when a trial is checked; None allows any.
         refined: Moves a trial's factors towards the dense outputs.
     """
 
-    def __init__(self, most: float | None, refined: Callable[[Trial], Trial]) -> None:
-        self._most, self._refined = most, refined
+    def __init__(self, most: Callable[[], float | None], refined: Callable[[Trial], Trial]) -> None:
+        self._ask, self._refined = most, refined
         self._gain, self._least_refused = _REFINED_GAIN, math.inf
 
+    @cached_property
+    def _most(self) -> float | None:
+        return self._ask()
+
     def excludes(self, trial: Trial) -> bool:
-        """Whether no refinement can be expected to bring a trial's loss to what is allowed."""
-        return self._most is not None and trial.divergence > self._gain * self._most
+        """Whether no refinement can be expected to bring a trial's loss within the limit."""
+        return self._most is not None and trial.divergence > _still_to_win(trial, self._gain) * self._most
 
     def refusal(self, trial: Trial) -> str:
         """Why a candidate that fits is not worth a refinement; empty where it is."""
         return self._refused(trial) if self.excludes(trial) else ""
 
     def settled(self, trial: Trial) -> Settled:
-        """Hold a trial against the loss allowed: as it is, or else refined, since that is what the user gets."""
+        """Check a trial against the allowed loss: unrefined first, else refined, as the user gets it."""
         if self._most is None or trial.divergence <= self._most:
             return Settled(trial)
         refined = self._refined(trial)
-        self._gain = min(self._gain, _gain(trial, refined))
+        self._gain = self._gain if trial.refined else min(self._gain, _gain(trial, refined))
         return Settled(refined, "" if refined.divergence <= self._most else f"{self._refused(refined)}, refined too")
 
     def remedy(self) -> str:
-        """What to write for the best of those that were refused; empty where none was."""
+        """The arguments for the best refused trial; empty if there is none."""
         return _remedy("The least KL", self._least_refused)
 
     def _refused(self, trial: Trial) -> str:
@@ -90,9 +95,9 @@ class AllowedLoss:
 class AllowedDrop:
     """A largest drop of a metric from the dense model's.
 
-    Refined factors decide. Whether a refinement is worth its time is told by the drop before it, which is taken to
-    shrink by no more than the divergence does, and by other trials: where outputs are farther from the dense ones the
-    metric is taken to be no better, and it is not measured again.
+    Refined factors decide. A refinement is skipped if the unrefined drop, scaled by the largest gain seen so far, would
+    still exceed the limit. A trial whose outputs are farther from the dense ones than those of a refused trial is
+    assumed to be no better, and its metric is not measured.
 
     Args:
         most: In the metric's own unit.
@@ -112,10 +117,10 @@ class AllowedDrop:
 
     def excludes(self, trial: Trial) -> bool:
         """Whether a trial's metric, refined as far as can be expected, still falls too much."""
-        far = trial.divergence
-        if not far < min(self._gain * self._nearest_bad, self._nearest_hopeless):
+        far, gain = trial.divergence, _still_to_win(trial, self._gain)
+        if not far < min(gain * self._nearest_bad, self._nearest_hopeless):
             return True
-        if far <= self._farthest_good or self._drop(trial)[1] <= self._gain * self._most:
+        if far <= self._farthest_good or self._drop(trial)[1] <= gain * self._most:
             return False
         self._nearest_hopeless = far
         return True
@@ -127,7 +132,7 @@ class AllowedDrop:
     def settled(self, trial: Trial) -> Settled:
         """Refine a trial, as it will be, and hold its metric against the drop allowed."""
         refined = self._refined(trial)
-        self._gain = min(self._gain, _gain(trial, refined))
+        self._gain = self._gain if trial.refined else min(self._gain, _gain(trial, refined))
         value, drop = self._drop(refined)
         if drop <= self._most:
             return Settled(refined, metric=value)
@@ -136,7 +141,7 @@ class AllowedDrop:
         return Settled(refined, outcome, value if math.isfinite(value) else None)
 
     def remedy(self) -> str:
-        """What to write for the best of those that were refused; empty where none was."""
+        """The arguments for the best refused trial; empty if there is none."""
         return _remedy(f"The least drop of {self._judge.name}", self._least_refused)
 
     def _drop(self, trial: Trial) -> tuple[float, float]:
@@ -150,6 +155,11 @@ class AllowedDrop:
         else:
             self._nearest_bad = min(self._nearest_bad, far)
         return self._values[far], drop
+
+
+def _still_to_win(trial: Trial, gain: float) -> float:
+    """Largest factor by which a refinement can still lower a trial's divergence."""
+    return 1.0 if trial.refined else gain
 
 
 def _gain(before: Trial, after: Trial) -> float:

@@ -1,21 +1,26 @@
-"""What was chosen for a budget, as data: ranks, memory plan, what they cost, and what else was looked at."""
+"""The choice for a budget, as data: ranks, memory plan, their costs, and all candidates."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ctdr_lightning.basics.columns import aligned
 from ctdr_lightning.basics.documents import parse_document, plain_of, read_record
 from ctdr_lightning.basics.errors import CheckpointError, ConfigError
 from ctdr_lightning.basics.files import write_text
 from ctdr_lightning.basics.units import format_bytes, format_seconds
 from ctdr_lightning.decomposition.choose.choices import Choices
+from ctdr_lightning.decomposition.report import Report
 from ctdr_lightning.memory.plans.plan import Plan
 
-BUDGET_FIT_VERSION = 1
+BUDGET_FIT_VERSION = 2
+CLOCK_ERROR = 1.05  # medians of a few pairs of steps spread by 3 %: a step of 1.05 of a limit still keeps it
+_CHOSEN = ("chosen", "given")  # outcomes of the answer
+_MOST_OPTIONS = 6
+_OPTION_HEAD = ("", "model", "parameters", "peak", "time", "loss (nats)")
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class Considered:
         seconds: Predicted seconds under its plan; 0 where none fits.
         loss: Measured KL(dense || candidate) in nats; -1 where it was not measured.
         measured_slowdown: Its step in dense steps, timed in turns; 0 where it was not timed.
-        outcome: What became of it, in words.
+        outcome: Its outcome, in words.
         metric: Its metric, refined; None where it was not measured.
     """
 
@@ -49,10 +54,10 @@ class Considered:
 
 @dataclass(frozen=True)
 class MetricChange:
-    """What ranks cost in a metric of the user's own, before any training.
+    """Change of a user's metric by the ranks, before any training.
 
     Attributes:
-        name: What the metric is called.
+        name: Name of the metric.
         dense: The dense model's.
         chosen: The chosen model's, its factors refined.
         allowed: How much worse it was allowed to be.
@@ -69,7 +74,7 @@ class MetricChange:
 
     @property
     def drop(self) -> float:
-        """How much worse the chosen model is; below 0 where it is better."""
+        """Drop of the chosen model; negative if it is better."""
         return self.dense - self.chosen if self.higher_is_better else self.chosen - self.dense
 
     def __str__(self) -> str:
@@ -80,42 +85,10 @@ class MetricChange:
         )
 
 
-@dataclass(frozen=True)
-class LayerCost:
-    """One layer in the chosen step.
-
-    Attributes:
-        name: Dotted name in the model.
-        kind: Class of the dense layer.
-        method: Method; empty where the layer stays dense.
-        ranks: Its ranks, input side first.
-        parameters_before: Weights and bias of the dense layer.
-        parameters_after: Weights and bias now.
-        error: Relative error of the weight; 0 where dense.
-        kept_bytes: What autograd holds inside the layer without a plan.
-        freed_bytes: How much of it the plan drops and makes again.
-        recompute_s: Seconds that this takes.
-        reason: Why the layer became what it is.
-    """
-
-    name: str
-    kind: str
-    method: str
-    ranks: tuple[int, ...]
-    parameters_before: int
-    parameters_after: int
-    error: float
-    kept_bytes: int
-    freed_bytes: int
-    recompute_s: float
-    reason: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Numbers:
-    """The fields of a budget fit that are read from JSON as they stand."""
+    """The fields of a budget fit that are read from JSON unchanged."""
 
-    loss: float
     budget_bytes: int
     max_slowdown: float
     dense_peak_bytes: int
@@ -124,8 +97,6 @@ class _Numbers:
     seconds: float
     measured_slowdown: float
     measured_peak_bytes: int
-    parameters_before: int
-    parameters_after: int
     search_s: float = 0.0
 
 
@@ -134,28 +105,25 @@ class BudgetFit(_Numbers):
     """Ranks and memory plan for one budget, with their predicted and measured costs. Plain data.
 
     Attributes:
-        choices: What becomes of each layer.
-        plan: What happens to each saved value of a step on the batch that was looked at.
-        loss: Measured KL(dense || chosen) of the outputs in nats: what the ranks cost before any training.
-        budget_bytes: The budget; 0 where there was none.
-        max_slowdown: How many dense steps the chosen step was allowed to take.
+        choices: The choice for each layer.
+        plan: The actions for each saved value of a step on the recorded batch.
+        report: The outcome of each layer, and the plan's bytes inside it.
+        budget_bytes: The budget; 0 without one.
+        max_slowdown: Longest allowed step, in dense steps.
         dense_peak_bytes: Predicted peak of the dense step without a plan, optimizer state included.
         keep_peak_bytes: The same of the chosen model.
         dense_s: Seconds of the dense step.
         seconds: Predicted seconds of the chosen step, forward and backward, the tape's own time included.
         measured_slowdown: The chosen step in dense steps, timed in turns; 0 where it could not be timed.
         measured_peak_bytes: Peak of the chosen step as counted in a run, optimizer state included.
-        parameters_before: Parameters of the dense model.
-        parameters_after: Parameters of the chosen one.
-        layers: One row a layer.
-        considered: Every candidate that was looked at, in order.
-        metric: What the ranks cost in the metric that was given; None without one.
+        considered: Every candidate, in order.
+        metric: Change of the user's metric; None without one.
         search_s: Seconds that the choice took.
     """
 
     choices: Choices
     plan: Plan
-    layers: tuple[LayerCost, ...] = ()
+    report: Report
     considered: tuple[Considered, ...] = ()
     metric: MetricChange | None = None
 
@@ -165,15 +133,65 @@ class BudgetFit(_Numbers):
         return self.plan.peak_bytes
 
     @property
+    def loss(self) -> float:
+        """Measured KL(dense || chosen) of the outputs in nats, before any training."""
+        return self.report.divergence
+
+    @property
+    def parameters_before(self) -> int:
+        """Parameters of the dense model."""
+        return self.report.parameters_before
+
+    @property
+    def parameters_after(self) -> int:
+        """Parameters of the chosen one."""
+        return self.report.parameters_after
+
+    @property
     def is_dense(self) -> bool:
         """Whether the answer is the dense model, under a plan or without one."""
         return not self.choices.factorized
 
+    @property
+    def options(self) -> tuple[Considered, ...]:
+        """At most six of the candidates: the dense model, and those that no other beats in time and loss.
+
+        The chosen one is among them.
+        """
+        dense = [row for row in self.considered if row.resource == "dense"]
+        ends = [*dense, *(row for row in self.considered if row.outcome in _CHOSEN and row not in dense)]
+        rest = [row for row in self.considered if row not in ends and row.seconds and row.loss >= 0]
+        front = [row for row in rest if not any(self._beats(other, row) for other in (*ends, *rest) if other != row)]
+        shown = [*ends, *sorted(front, key=lambda row: row.loss)][:_MOST_OPTIONS]
+        return tuple(sorted(shown, key=lambda row: row.loss))
+
+    def _beats(self, one: Considered, other: Considered) -> bool:
+        return bool(one.seconds) and self._slowdown(one) <= self._slowdown(other) and one.loss <= other.loss
+
+    def _slowdown(self, row: Considered) -> float:
+        return row.measured_slowdown or row.seconds / self.dense_s
+
+    def table(self) -> str:
+        """The options with their costs, the chosen one marked."""
+        lines = aligned([_OPTION_HEAD, *map(self._cells, self.options)])
+        return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+    def _cells(self, row: Considered) -> tuple[str, ...]:
+        dense = row.resource == "dense"
+        model = "dense" if dense else f"{row.share:.0%} of the {row.resource}"
+        if not row.seconds:
+            return "", model, f"{row.parameters:,}", f"at least {format_bytes(row.peak_bytes)}", "", "0"
+        source = "timed" if row.measured_slowdown else "predicted"
+        time = f"x{self._slowdown(row):.2f} {source}"
+        loss = "0" if dense else f"{row.loss:.4f}"
+        mark = ">" if row.outcome in _CHOSEN else ""
+        return mark, model, f"{row.parameters:,}", format_bytes(row.peak_bytes), time, loss
+
     def __str__(self) -> str:
-        return "\n".join([_layer_table(self), "", *self.sentences()])
+        return "\n".join([str(self.report), "", self.table(), "", *self.sentences()])
 
     def sentences(self) -> list[str]:
-        """What was chosen and what it costs, a sentence each."""
+        """The choice and its costs, as sentences."""
         budget = f" for a budget of {format_bytes(self.budget_bytes)}" if self.budget_bytes else ""
         what = "the dense model" if self.is_dense else f"{_counted(len(self.choices.factorized), 'layer')} factorized"
         how = "nothing recomputed" if self.plan.keeps_all else "with recomputation"
@@ -189,8 +207,21 @@ class BudgetFit(_Numbers):
             f"of it {format_seconds(self.plan.recompute_seconds)} recomputation; {timed}.",
             f"Expected cost: KL {self.loss:.4f} nats to the dense outputs, before any training.",
             *metric,
+            *self._without_a_cut(),
             f"Looked at: {_counted(len(self.considered), 'candidate')}, in {self.search_s:.1f} s.",
         ]
+
+    def _without_a_cut(self) -> list[str]:
+        """The price of the budget for the dense model, or of the dense model for the step."""
+        row = next((row for row in self.considered if row.resource == "dense"), None)
+        if row is None or not self.budget_bytes:
+            return []
+        if self.is_dense:
+            long = self.measured_slowdown > self.max_slowdown * CLOCK_ERROR
+            return ["No cut was found that is faster and as good; max_slowdown= makes the time a limit."] * long
+        if row.seconds:
+            return [f"Without any cut this budget costs x{row.seconds / self.dense_s:.2f} of the dense step's time."]
+        return [f"Without any cut no plan goes below {format_bytes(row.peak_bytes)}."]
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Write it as versioned JSON; returns the text.
@@ -201,8 +232,7 @@ class BudgetFit(_Numbers):
         plain: dict[str, Any] = {"kind": "budget fit", "version": BUDGET_FIT_VERSION}
         plain |= {field.name: getattr(self, field.name) for field in fields(self)}
         plain |= {"choices": self.choices.to_dict(), "plan": json.loads(self.plan.to_json())}
-        plain |= {name: [asdict(row) for row in getattr(self, name)] for name in ("layers", "considered")}
-        plain |= {"metric": plain_of(self.metric)}
+        plain |= {name: plain_of(getattr(self, name)) for name in ("report", "considered", "metric")}
         text = json.dumps(plain, indent=1) + "\n"
         if path is not None:
             write_text(path, text)
@@ -210,19 +240,19 @@ class BudgetFit(_Numbers):
 
     @classmethod
     def from_json(cls, source: str | Path) -> BudgetFit:
-        """Read what `to_json` wrote, perhaps edited by hand.
+        """Read the output of `to_json`, perhaps edited by hand.
 
         Raises:
-            CheckpointError: When the text is no such record of this version.
+            CheckpointError: If the text is no such record of this version.
         """
         data = parse_document(source, "budget fit", BUDGET_FIT_VERSION)
         try:
             rest = {name: item for name, item in data.items() if name not in ("kind", "version", "choices", "plan")}
-            layers, considered, metric = rest.pop("layers"), rest.pop("considered"), rest.pop("metric", None)
+            report, considered, metric = rest.pop("report"), rest.pop("considered"), rest.pop("metric", None)
             return cls(
                 choices=Choices.from_dict(data["choices"]),
                 plan=Plan.from_json(json.dumps(data["plan"])),
-                layers=tuple(read_record(LayerCost, row) for row in layers),
+                report=read_record(Report, report),
                 considered=tuple(read_record(Considered, row) for row in considered),
                 metric=read_record(MetricChange, metric) if metric is not None else None,
                 **asdict(read_record(_Numbers, rest)),
@@ -233,23 +263,3 @@ class BudgetFit(_Numbers):
 
 def _counted(n: int, what: str) -> str:
     return f"{n} {what}" if n == 1 else f"{n} {what}s"
-
-
-def _layer_table(fit: BudgetFit) -> str:
-    rows = [("layer", "kind", "method", "ranks", "parameters", "error", "kept", "freed", "for", "why")]
-    for row in fit.layers:
-        after = "" if not row.method else f" -> {row.parameters_after:,}"
-        freed = (format_bytes(row.freed_bytes), format_seconds(row.recompute_s)) if row.freed_bytes else ("", "")
-        kept = format_bytes(row.kept_bytes) if row.kept_bytes else ""
-        error = f"{row.error:.4f}" if row.method else ""
-        ranks = " x ".join(map(str, row.ranks))
-        parameters = f"{row.parameters_before:,}{after}"
-        rows.append((row.name, row.kind, row.method or "dense", ranks, parameters, error, kept, *freed, row.reason))
-    return aligned(rows)
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as a text table, the first row its head."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([lines[0], "-" * min(max(map(len, lines)), 120), *lines[1:]])

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from inspect import signature
 from itertools import count
 from time import perf_counter
 from typing import Any
@@ -18,26 +17,31 @@ from torch.optim import Optimizer
 
 from ctdr_lightning.basics.checks import real
 from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.basics.gpu_memory import read_budget
 from ctdr_lightning.basics.progress_bar import one_bar, track
-from ctdr_lightning.basics.units import parse_bytes
 from ctdr_lightning.decomposition.choose.batches import first_batches, set_aside
 from ctdr_lightning.decomposition.choose.choices import LayerChoice
-from ctdr_lightning.decomposition.choose.costs import OPTIMIZER_STATES
-from ctdr_lightning.decomposition.choose.select import Layer
-from ctdr_lightning.decomposition.chooser import rank_chooser
-from ctdr_lightning.decomposition.trial import Trial
+from ctdr_lightning.decomposition.choose.uncovered import staying_weights
+from ctdr_lightning.decomposition.report import LayerReport, Report, layer_report
+from ctdr_lightning.decomposition.trials.bench import Bench, Trial, bench_of
 from ctdr_lightning.joint.allowance import Allowance, AllowedDrop, AllowedLoss
-from ctdr_lightning.joint.budget_fit import BudgetFit, LayerCost, MetricChange
+from ctdr_lightning.joint.budget_fit import BudgetFit, MetricChange
+from ctdr_lightning.joint.ladders import DENSE, RESOURCES, SHARES
 from ctdr_lightning.joint.metric import MetricJudge, MetricLike, check_metric
-from ctdr_lightning.joint.pricing import Pricer
-from ctdr_lightning.joint.proposals import DENSE, RESOURCES, SHARES, Proposer
-from ctdr_lightning.joint.search import JointSearch, Limits, PricedChoice
-from ctdr_lightning.joint.twins import unmoved
-from ctdr_lightning.memory.plans.actions import Recompute
+from ctdr_lightning.joint.priced_choice import Limits, PricedChoice
+from ctdr_lightning.joint.pricing import Account, Pricer, standing
+from ctdr_lightning.joint.search import PATIENT, JointSearch
+from ctdr_lightning.joint.twins import twin_with, unmoved
+from ctdr_lightning.memory.holders.optimizer_bytes import optimizer_of, predict_for
+from ctdr_lightning.memory.plans.plan import Plan
+from ctdr_lightning.memory.simulator.actions import Recompute
 
 # Without a budget the ranks may cost so much: on five networks a KL below it cost at most 0.3 points of accuracy, or
 # 0.011 nats of a language model's loss, before any training.
 USUAL_LOSS = 0.005
+# Of four of them the outputs diverge from their own mean by 0.7 to 2.2 nats; before training by 2e-8 to 0.15, so that
+# a cut would look harmless then.
+USUAL_SHARE = 0.01
 _REFINING_FLOPS = 3e11  # ten seconds or so of a core; an accelerator has its usual allowance
 
 
@@ -47,13 +51,15 @@ def fit_to_budget(
     batches: Iterable[Any],
     memory_budget: int | float | str | None = None,
     *,
-    max_slowdown: float = 1.0,
+    max_slowdown: float | None = None,
     max_loss: float | None = None,
+    prefer_dense: bool = False,
     metric: MetricLike | None = None,
     method: str = "auto",
     select: str | Sequence[str] | None = None,
     optimizer: str | Optimizer = "adam",
     beside_bytes: int | Callable[[nn.Module], int] = 0,
+    account: Account | None = None,
     given: BudgetFit | None = None,
     progress: bool = True,
 ) -> BudgetFit:
@@ -71,26 +77,32 @@ def fit_to_budget(
         memory_budget: Bytes that a step's true peak may reach, weights, gradients and optimizer state included:
             ``"8GiB"``, a number, or a fraction of the device's memory. None asks for the least peak within
             ``max_loss``.
-        max_slowdown: Longest step, in dense steps.
-        max_loss: Largest mean KL of the outputs to the dense model's, in nats, refined; without a budget 0.005.
+        max_slowdown: Longest step, in dense steps. None wishes for 1.0: where the dense model fits under a plan that
+            takes longer, layers are only cut if that keeps the wish and is harmless: at most 0.005 nats, and at most
+            a hundredth of the divergence of the dense outputs from their own mean. Where nothing fits within the time,
+            the time gives way. Without a budget it is 1.0.
+        max_loss: Largest mean KL of the outputs to the dense model's, in nats, refined; without a budget as harmless.
+        prefer_dense: Whether the wish is 1.25: the dense model is left uncut where a plan of it takes no longer.
         metric: Where given, ``max_loss`` is the largest drop of it from the dense model's, refined. A function of a
             model in evaluation mode and a batch that returns a number, higher is better, of which the mean over samples
             is taken; or a metric of torchmetrics, which is given the step's output and the batch's target. It is
             measured on batches that no factor is fitted to, where there is more than one.
         method: Decomposition method, or ``"auto"``.
         select: Patterns of the layers that may be factorized; None allows all.
-        optimizer: Whose state counts as memory: a name such as ``"adam"``, or the optimizer itself.
-        beside_bytes: What else stands in memory during each step and counts in its peak, such as copies of buffers;
-            a function of the candidate where it depends on its layers.
+        optimizer: The optimizer whose state counts as memory: a name such as ``"adam"``, or the optimizer itself.
+        beside_bytes: Further bytes that are resident during each step and count in its peak, such as copies of buffers;
+            a function of the candidate if they depend on its layers.
+        account: In the place of ``optimizer`` and ``beside_bytes``: from a candidate's recorded step and the candidate
+            to the account of a batch.
         given: An earlier answer, perhaps edited: its choices are priced, planned and timed anew, nothing else is tried.
         progress: Whether to show a progress bar.
 
     Returns:
-        What was chosen, what it costs, and what else was looked at. ``Tape(fit.plan)`` carries the plan out.
+        The choice, its costs, and all candidates. ``Tape(fit.plan)`` carries the plan out.
 
     Raises:
-        ConfigError: When an argument cannot be used.
-        InfeasibleBudgetError: When nothing fits; it names the least peak and the KL at it.
+        ConfigError: If an argument cannot be used.
+        InfeasibleBudgetError: If nothing fits; it names the least peak and the KL at it.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
@@ -102,35 +114,34 @@ def fit_to_budget(
     """
     begin_s = perf_counter()
     check_metric(metric, max_loss)
-    limits = _limits(model, memory_budget, max_slowdown, max_loss)
+    limits = _limits(model, memory_budget, max_slowdown, max_loss, PATIENT if prefer_dense else 1.0)
+    account = account or standing(partial(predict_for, optimizer_of(optimizer, model.parameters())), beside_bytes)
     drawn = first_batches(batches)
     if not drawn:
         raise ConfigError("batches has no batch.", "Give a data loader, or a list of training batches.")
     drawn, unseen = set_aside(drawn) if metric is not None else (drawn, [])
     bar = track(count(), "choose ranks", total=1 + len(RESOURCES) * len(SHARES), enabled=progress)
     asked: dict[str, Any] = {"select": select, "method": method, "progress": progress, "flops": _refining_flops(model)}
-    chosen_from = rank_chooser(model, drawn, step, **asked)
-    with one_bar(progress), chosen_from as chooser:
+    with one_bar(progress), bench_of(model, drawn, step, **asked) as bench:
         with unmoved(model), closing(bar):
-            held_out = [*chooser.judging, *unseen]
+            held_out = [*bench.judging, *unseen]
             judge = MetricJudge(metric, model, held_out, step) if metric is not None else None
-            beside = beside_bytes if callable(beside_bytes) else lambda _candidate: beside_bytes
             with unmoved(model):  # BatchNorm's statistics are as they were when the batches are looked at
-                pricer = Pricer(model, step, drawn[0], states_per_weight(optimizer), beside)
+                pricer = Pricer(model, step, drawn[0], account)
             forward = partial(_on_batch, step, drawn[0])
-            proposer = Proposer(chooser, hurried=pricer.is_long)
-            allowance = _allowance(max_loss, limits, proposer, judge)
-            search = JointSearch(model, forward, pricer, proposer, limits, allowance, lambda: next(bar))
+            allowance = _allowance(max_loss, limits, bench, judge)
+            harmless = AllowedLoss(partial(_usual_loss, bench), bench.refined) if max_loss is None else allowance
+            search = JointSearch(bench, forward, pricer, limits, allowance, harmless, lambda: next(bar))
             found = search.run() if given is None else search.given(given.choices)
             if found.trial is not None:
                 for new in found.trial.layers.values():
                     new.zero_grad(set_to_none=True)
-                refined = chooser.refined(found.trial)
+                refined = bench.refined(found.trial)
                 found = search.keep(replace(found, trial=refined).told(loss=refined.divergence))
+        report = _report(bench, found, search.considered[DENSE.share, DENSE.resource].parameters)
         if found.trial is not None:
-            chooser.adopt(found.trial)
-        layers = tuple(_layer_cost(layer, found) for layer in chooser.layers)
-    fit = _fit(found, layers, search, pricer, limits, perf_counter() - begin_s)
+            bench.adopt(found.trial)
+    fit = _fit(found, report, search, pricer, limits, perf_counter() - begin_s)
     return fit if judge is None or max_loss is None else replace(fit, metric=_change(judge, found, max_loss))
 
 
@@ -142,57 +153,36 @@ def _on_batch(step: Callable[[Any, Any], Tensor], batch: Any, model: nn.Module) 
     return step(model, batch)
 
 
-def states_per_weight(optimizer: str | Optimizer) -> float:
-    """Numbers that an optimizer keeps for each weight: 2 for Adam.
-
-    Args:
-        optimizer: A name, or an optimizer; one without state yet is tried on a dummy parameter.
-
-    Raises:
-        ConfigError: When the name is not known.
-    """
-    if isinstance(optimizer, str):
-        if optimizer not in OPTIMIZER_STATES:
-            raise ConfigError(
-                f"optimizer={optimizer!r} is not known.",
-                f"Valid names: {', '.join(OPTIMIZER_STATES)}; or give the optimizer itself.",
-            )
-        return float(OPTIMIZER_STATES[optimizer])
-    state = {p: entries for p, entries in optimizer.state.items() if entries}
-    if not state:
-        side = 64
-        dummy = nn.Parameter(torch.zeros(side, side))
-        dummy.grad = torch.zeros(side, side)
-        taken = signature(type(optimizer)).parameters  # AdamW's defaults hold an argument that only Adam takes
-        trial = type(optimizer)([dummy], **{k: v for k, v in optimizer.defaults.items() if k in taken})
-        trial.step()
-        state = {dummy: trial.state[dummy]}
-    kept = sum(t.numel() for entries in state.values() for t in entries.values() if isinstance(t, Tensor) and t.ndim)
-    return kept / max(sum(p.numel() for p in state), 1)
-
-
 def _limits(
-    model: nn.Module, memory_budget: int | float | str | None, max_slowdown: float, max_loss: float | None
+    model: nn.Module,
+    memory_budget: int | float | str | None,
+    max_slowdown: float | None,
+    max_loss: float | None,
+    wish: float,
 ) -> Limits:
-    real("max_slowdown", max_slowdown, above=0)
+    slowdown = wish if max_slowdown is None else max_slowdown
+    real("max_slowdown", slowdown, above=0)
     if max_loss is not None:
         real("max_loss", max_loss, least=0)
     if memory_budget is None:
-        return Limits(None, max_slowdown)
+        return Limits(None, slowdown)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    return Limits(parse_bytes(memory_budget, total_bytes=total), max_slowdown)
+    return Limits(read_budget(memory_budget, device), slowdown, wished=max_slowdown is None)
 
 
-def _allowance(max_loss: float | None, limits: Limits, proposer: Proposer, judge: MetricJudge | None) -> Allowance:
+def _allowance(max_loss: float | None, limits: Limits, bench: Bench, judge: MetricJudge | None) -> Allowance:
     if judge is None or max_loss is None:
-        usual = USUAL_LOSS if limits.peak_bytes is None else None
-        return AllowedLoss(usual if max_loss is None else max_loss, proposer.refined)
-    return AllowedDrop(max_loss, proposer.refined, judge, partial(_metric_of, judge, proposer))
+        usual = max_loss is None and limits.peak_bytes is None
+        return AllowedLoss(partial(_usual_loss, bench) if usual else lambda: max_loss, bench.refined)
+    return AllowedDrop(max_loss, bench.refined, judge, partial(_metric_of, judge, bench.model))
 
 
-def _metric_of(judge: MetricJudge, proposer: Proposer, trial: Trial) -> float:
-    return judge.value(proposer.standing(trial), trial.statistics)
+def _usual_loss(bench: Bench) -> float:
+    return min(USUAL_LOSS, USUAL_SHARE * bench.spread)
+
+
+def _metric_of(judge: MetricJudge, model: nn.Module, trial: Trial) -> float:
+    return judge.value(twin_with(model, trial.layers), trial.statistics)
 
 
 def _change(judge: MetricJudge, found: PricedChoice, allowed: float) -> MetricChange:
@@ -201,19 +191,14 @@ def _change(judge: MetricJudge, found: PricedChoice, allowed: float) -> MetricCh
 
 
 def _fit(
-    found: PricedChoice,
-    layers: tuple[LayerCost, ...],
-    search: JointSearch,
-    pricer: Pricer,
-    limits: Limits,
-    search_s: float,
+    found: PricedChoice, report: Report, search: JointSearch, pricer: Pricer, limits: Limits, search_s: float
 ) -> BudgetFit:
     assert found.plan is not None
     dense = search.considered[DENSE.share, DENSE.resource]
     return BudgetFit(
-        choices=found.proposal.choices,
+        choices=found.rung.choices,
         plan=found.plan,
-        loss=found.row.loss,
+        report=report,
         budget_bytes=limits.peak_bytes or 0,
         max_slowdown=limits.slowdown,
         dense_peak_bytes=dense.keep_peak_bytes,
@@ -222,32 +207,28 @@ def _fit(
         seconds=found.row.seconds,
         measured_slowdown=found.row.measured_slowdown,
         measured_peak_bytes=found.measured_peak_bytes,
-        parameters_before=dense.parameters,
-        parameters_after=found.row.parameters,
-        layers=layers,
         considered=tuple(search.considered.values()),
         search_s=search_s,
     )
 
 
-def _layer_cost(layer: Layer, found: PricedChoice) -> LayerCost:
-    assert found.plan is not None
-    name, new = layer.name, found.trial.layers.get(layer.name) if found.trial is not None else None
-    choice = found.proposal.choices.layers.get(name, LayerChoice(reason=layer.refusal or "dense is enough"))
-    inside = [d for d in found.plan.decisions if d.module == name or d.module.startswith(f"{name}.")]
-    saved = [d for d in inside if found.plan.trace.values[d.value].saves]
-    dropped = [d for d in saved if isinstance(d.action, Recompute)]
-    n_before = sum(p.numel() for p in layer.module.parameters())
-    return LayerCost(
-        name=name,
-        kind=layer.kind,
-        method=choice.method or "",
-        ranks=choice.ranks,
-        parameters_before=n_before,
-        parameters_after=sum(p.numel() for p in new.parameters()) if new is not None else n_before,
-        error=0.0 if math.isnan(choice.error) else choice.error,
-        kept_bytes=sum(d.n_bytes for d in saved),
-        freed_bytes=sum(d.n_bytes for d in dropped),
-        recompute_s=math.fsum(d.seconds for d in dropped),
-        reason=choice.reason,
-    )
+def _report(bench: Bench, found: PricedChoice, n_before: int) -> Report:
+    """The outcome of each layer, and the plan's bytes inside it; the layers are still dense."""
+    rows = []
+    for layer in bench.layers:
+        new = found.trial.layers.get(layer.name) if found.trial is not None else None
+        dense = LayerChoice(reason=layer.refusal or "dense is enough")
+        row = layer_report(layer, found.rung.choices.layers.get(layer.name, dense), new)
+        rows.append(_with_plan(row, found.plan))
+    staying = staying_weights(bench.model, {row.name: "" for row in rows})
+    return Report(tuple(rows), n_before, found.row.parameters, found.row.loss, staying=staying)
+
+
+def _with_plan(row: LayerReport, plan: Plan | None) -> LayerReport:
+    assert plan is not None
+    inside = [d for d in plan.decisions if d.module == row.name or d.module.startswith(f"{row.name}.")]
+    saved = [d for d in inside if plan.trace.values[d.value].saves]
+    freed = [d for d in saved if isinstance(d.action, Recompute)]
+    saved_bytes, freed_bytes = (sum(d.n_bytes for d in some) for some in (saved, freed))
+    again_s = math.fsum(d.seconds for d in freed)
+    return replace(row, saved_bytes=saved_bytes, freed_bytes=freed_bytes, recompute_s=again_s)

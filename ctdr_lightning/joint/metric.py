@@ -1,4 +1,4 @@
-"""A metric of the user's own as the measure of what ranks cost, on batches that no factor is fitted to."""
+"""A user's metric as the measure of the ranks' loss, on batches that no factor is fitted to."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from ctdr_lightning.basics.checks import real
-from ctdr_lightning.basics.errors import ConfigError, CTDRError
+from ctdr_lightning.basics.errors import ConfigError, CTDRError, first_line
 from ctdr_lightning.basics.progress_bar import doing
 from ctdr_lightning.basics.torch_private import tree_leaves
 from ctdr_lightning.decomposition.choose.batches import Step, batch_size, untouched
 from ctdr_lightning.decomposition.choose.divergence import kind_of_output, named_tensors, watched_outputs
-from ctdr_lightning.decomposition.refit import Statistics, set_statistics
+from ctdr_lightning.decomposition.trials.refit import Statistics, set_statistics
 from ctdr_lightning.joint.twins import twin_of
 
 if TYPE_CHECKING:
@@ -30,12 +30,8 @@ _CALLABLE = "Write metric as a function of model and batch that returns one numb
 def check_metric(metric: Any, max_loss: float | None) -> None:
     """Require a metric that can be measured, and a largest drop of it.
 
-    Args:
-        metric: As for `fit_to_budget`; None is no metric.
-        max_loss: The largest drop.
-
     Raises:
-        ConfigError: When one of the two cannot be used with the other.
+        ConfigError: If one of the two cannot be used with the other.
     """
     if metric is None:
         return
@@ -57,7 +53,7 @@ def is_torchmetric(found: Any) -> TypeGuard[Metric]:
 
 
 def name_of(metric: MetricLike) -> str:
-    """What a metric is called in tables: a function's name, else the class."""
+    """Name of a metric in tables: a function's name, else the class."""
     name = str(getattr(metric, "__name__", type(metric).__name__))
     return "metric" if name in ("<lambda>", "partial") else name
 
@@ -68,17 +64,17 @@ class MetricJudge:
     Args:
         metric: A function of model and batch, or a metric of torchmetrics, which is copied.
         model: Dense.
-        batches: What it is measured on.
-        step: Runs a model on a batch: its output is what a metric of torchmetrics is given.
+        batches: Batches for the measurement.
+        step: Runs a model on a batch; a metric of torchmetrics receives its output.
 
     Attributes:
-        name: What the metric is called.
-        higher_is_better: Whether it falls where a model gets worse.
-        n_batches: How many batches it is measured on.
-        dense: What the dense model has.
+        name: Name of the metric.
+        higher_is_better: Whether it falls if a model gets worse.
+        n_batches: Number of batches for the measurement.
+        dense: The dense model's value.
 
     Raises:
-        ConfigError: When the metric fails on the dense model, or is no finite number there.
+        ConfigError: If the metric fails on the dense model, or is no finite number there.
     """
 
     def __init__(self, metric: MetricLike, model: nn.Module, batches: Sequence[Any], step: Step) -> None:
@@ -92,14 +88,14 @@ class MetricJudge:
 
     @doing("measure the metric")
     def value(self, model: nn.Module, statistics: Statistics | None = None) -> float:
-        """What a model has, in evaluation mode; buffers and torch's random state are left as they were.
+        """A model's value, in evaluation mode; buffers and torch's random state stay unchanged.
 
         Args:
-            model: A twin of the dense model, so that what the model itself remembers stays as it is.
+            model: A twin of the dense model, so that the model's own state stays unchanged.
             statistics: Running statistics that its BatchNorm layers should have.
 
         Raises:
-            ConfigError: When the metric fails, or returns something else than one number.
+            ConfigError: If the metric fails, or returns something else than one number.
         """
         measure = self._accumulated if is_torchmetric(self._metric) else self._mean
         try:
@@ -110,12 +106,12 @@ class MetricJudge:
             raise
         except Exception as error:
             raise ConfigError(
-                f"metric={self.name} cannot be measured on a batch ({type(error).__name__}: {error}).",
+                f"metric={self.name} cannot be measured on a batch ({first_line(error)}).",
                 _CALLABLE if is_torchmetric(self._metric) else "It is called with a copy of the model and a batch.",
             ) from error
 
     def drop(self, value: float) -> float:
-        """How much worse than the dense model that is; infinite where it is no finite number."""
+        """Drop below the dense model's value; infinite if the value is not finite."""
         if not math.isfinite(value):
             return math.inf
         return self.dense - value if self.higher_is_better else value - self.dense
@@ -139,7 +135,7 @@ class MetricJudge:
             return float(found)
         if isinstance(found, int | float):
             return float(found)
-        raise ConfigError(f"metric={self.name} returned {_shown(found)}, which is no number.", _CALLABLE)
+        raise ConfigError(f"metric={self.name} returned {_shown(found)}, which is not a number.", _CALLABLE)
 
     def _output(self, model: nn.Module, batch: Any) -> Tensor:
         """The one output of a step, or of several the one with logits."""

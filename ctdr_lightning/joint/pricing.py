@@ -1,7 +1,7 @@
 """Bytes and seconds of candidates that are never run: a fake recording of each, its seconds from the one dense step.
 
-Ops that the dense step has too take what they took there, the factorized layers' are measured alone, each distinct call
-once (``CallSeconds``). The peaks of 22 candidates on two networks were those of real recordings to 0.1 MiB; the steps
+Ops that the dense step has too get its times, those of factorized layers are measured alone, each distinct call once
+(``CallSeconds``). The peaks of 22 candidates on two networks were those of real recordings to 0.1 MiB; the steps
 of eleven were predicted within 5 % of the clock on one thread. Where a model's step does not run on fake tensors, or
 runs other ops there, every candidate is recorded for real.
 """
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.decomposition.choose.choices import Choices
 from ctdr_lightning.joint.turns import RealStep, in_turns
-from ctdr_lightning.joint.twins import structure_of
+from ctdr_lightning.joint.twins import structure_of, unmoved
+from ctdr_lightning.memory.account.batch import BatchAccount
+from ctdr_lightning.memory.account.optimizer import OptimizerBytes
 from ctdr_lightning.memory.bounds.lower_bound import floor_bytes
 from ctdr_lightning.memory.planner import plan
 from ctdr_lightning.memory.plans.budget import Budget
@@ -39,36 +41,53 @@ _N_RECORDINGS, _LONG_S = 3, 2.0
 _SAFE_SHARE = 0.8  # of the free memory: fragments take the rest
 # With 0.3 s of thought a 30 MiB plan of the demo's network took 0.26 s a step, with 1 s and with 5 s 0.21 s.
 PLANNING_S = 1.0
-# What the tape adds to a step was 50 to 90 us for each op that it sees, on two transformers with 30 plans; two plans
+# The tape added 50 to 90 us to a step for each op that it sees, on two transformers with 30 plans; two plans
 # of the dense step gave it within a third, and one is tried, to plan less. In longer steps it is under 5 %, and not
 # measured but taken as usual.
 _TRIED_SHARE, _SHORT_S, _USUAL_TAPE_S, _MOST_TAPE_S, _TRIED_PLANNING_S = 0.4, 0.15, 7e-5, 1e-4, 0.1
 
 
+Account = Callable[[Trace, nn.Module], BatchAccount]
+
+
+def standing(
+    taken: Callable[[Sequence[Tensor]], OptimizerBytes], beside_bytes: int | Callable[[nn.Module], int]
+) -> Account:
+    """The account of a batch without a trainer.
+
+    Args:
+        taken: From the trained parameters to the bytes of their optimizer.
+        beside_bytes: Further bytes in memory during a candidate's step.
+    """
+
+    def account(trace: Trace, candidate: nn.Module) -> BatchAccount:
+        beside = beside_bytes(candidate) if callable(beside_bytes) else beside_bytes
+        return BatchAccount(trace.with_static(beside), taken([p for p in candidate.parameters() if p.requires_grad]))
+
+    return account
+
+
 @dataclass(frozen=True)
 class Price:
-    """What a candidate takes.
+    """The price of a candidate.
 
     Attributes:
-        trace: Its step, with the optimizer's state in memory all along.
+        trace: Its step, with all resident bytes and everything that follows it.
         parameters: All of its parameters.
-        state_bytes: The optimizer's state, and what else stands beside the step.
     """
 
     trace: Trace
     parameters: int
-    state_bytes: int
 
 
 class Pricer:
-    """Knows what the steps of one model's candidates take.
+    """Prices the steps of one model's candidates.
 
     Args:
         model: Dense; its gradients are freed, its buffers change as in any step.
         step: Runs the model on a batch; returns the loss.
         batch: One batch as in training.
-        n_states: Numbers that the optimizer keeps for each trained weight.
-        beside_bytes: What stands beside a candidate's step, such as the copies by which a failed step is put back.
+        account: From a recorded step and its candidate to the account of a batch.
 
     Attributes:
         dense: Trace of the dense step.
@@ -81,17 +100,15 @@ class Pricer:
         model: nn.Module,
         step: Callable[[Any, Any], Tensor],
         batch: Any,
-        n_states: float,
-        beside_bytes: Callable[[nn.Module], int],
+        account: Account,
     ) -> None:
         self._model, self._step, self._batch = model, step, batch
-        self._n_states, self._beside_bytes = n_states, beside_bytes
+        self._account = account
         recorded = self._dense_step()
         self._python_s_per_replay, self._shares = recorded.python_s_per_replay, _shares(recorded)
         self._calls = CallSeconds()
         self._on_fakes = self._learn(recorded)
         self.dense = self._faked(model) if self._on_fakes else recorded
-        self._tape_s_per_op = self._tape_cost() if self.dense_runs and self.dense_s < _SHORT_S else _USUAL_TAPE_S
 
     @property
     def is_long(self) -> bool:
@@ -107,7 +124,7 @@ class Pricer:
             first_s = math.inf
         self.dense_runs = first_s < math.inf
         recordings = [self.recorded(self._model)]
-        # a short step may be slow the first time, a long one hardly: its first run is what the clock says of it
+        # a short step may be slow the first time, a long one hardly: its first run is its time
         is_long = min(first_s, recordings[0].seconds) >= _LONG_S
         recordings += [self.recorded(self._model) for _ in range(0 if is_long else _N_RECORDINGS - 1)]
         recorded = steady(recordings)
@@ -117,7 +134,7 @@ class Pricer:
         return recorded
 
     def price(self, choices: Choices) -> Price:
-        """What a candidate's step does, its optimizer's state included.
+        """The price of a candidate's step, its optimizer's state included.
 
         Args:
             choices: Checked against the model.
@@ -127,20 +144,31 @@ class Pricer:
             found = self.dense
         else:
             found = self._faked(candidate) if self._on_fakes else self.recorded(candidate)
-        sizes = [(p.numel(), p.numel() * p.element_size() * p.requires_grad) for p in candidate.parameters()]
-        state_bytes = round(self._n_states * sum(n_bytes for _, n_bytes in sizes)) + self._beside_bytes(candidate)
-        return Price(found.with_static(state_bytes), sum(n for n, _ in sizes), state_bytes)
+        return Price(self._account(found, candidate).whole, sum(p.numel() for p in candidate.parameters()))
+
+    def really(self, model: nn.Module) -> Trace:
+        """The same of a candidate whose step is recorded for real."""
+        return self._account(self.recorded(model), model).whole
 
     def seconds(self, made: Plan) -> float:
-        """How long a step takes under a plan: the plan's own prediction, and what the tape's seeing of ops costs."""
-        return made.seconds + self._tape_s_per_op * _n_seen(made)
+        """Time of a step under a plan: the plan's own prediction, plus the tape's cost of seeing ops."""
+        n_seen = _n_seen(made)
+        return made.seconds + (self._tape_s_per_op * n_seen if n_seen else 0.0)
 
     def tape_s(self, trace: Trace) -> float:
-        """What the tape's seeing of ops costs at most, under any plan of a step."""
+        """The most that the tape's seeing of ops costs under any plan of a step."""
         return self._tape_s_per_op * len(trace.forward_ops)
 
+    @cached_property
+    def _tape_s_per_op(self) -> float:
+        """Seconds that the tape takes for each op it sees; asked for by the first plan that drops something."""
+        if not self.dense_runs or self.dense_s >= _SHORT_S:
+            return _USUAL_TAPE_S
+        with unmoved(self._model):
+            return self._tape_cost()
+
     def _tape_cost(self) -> float:
-        """Seconds that the tape takes for each op it sees, from the dense step under a plan."""
+        """The same, measured on the dense step under a plan."""
         least, most = floor_bytes(self.dense), Simulator(self.dense).peak_bytes
         forward = partial(self._step, self._model, self._batch)
         budget = Budget(round(least + _TRIED_SHARE * (most - least)), time_limit_s=_TRIED_PLANNING_S)
@@ -176,7 +204,7 @@ class Pricer:
 
 
 def _n_seen(made: Plan) -> int:
-    """How many ops of the forward the tape sees: it sleeps in regions where the plan has nothing to do."""
+    """Number of ops of the forward that the tape sees: it sleeps in regions without work of the plan."""
     regions = made.regions
     if made.keeps_all or not regions.worthwhile:
         return 0 if made.keeps_all else len(made.script)
@@ -184,7 +212,7 @@ def _n_seen(made: Plan) -> int:
 
 
 def _shares(trace: Trace) -> dict[tuple[Any, ...], float]:
-    """What running ops with a shortcut once more takes of their time, by kind of op."""
+    """Replay shares of ops with a shortcut, by kind of op."""
     return {_kind(trace, op): op.replay_share for op in trace.ops if op.replay_share < 1}
 
 

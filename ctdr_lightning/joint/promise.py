@@ -1,12 +1,12 @@
 """The promise of the project: least memory at no more than the dense model's time.
 
-Decomposition makes the step faster; what it saves may be spent on recomputation. How much that is, is measured: each
+Decomposition makes the step faster, and the saved time may be spent on recomputation. It is measured: each
 factorized layer against the dense layer it replaced, at the shapes of the recorded step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from math import prod
 
 from torch import nn
@@ -18,7 +18,7 @@ from ctdr_lightning.memory.planner import plan
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.policies import Budget
 from ctdr_lightning.memory.policies.registry import Choose, Policy
-from ctdr_lightning.memory.traces.trace import OpRecord, Trace
+from ctdr_lightning.memory.traces.trace import WEIGHT, OpRecord, Trace, ValueRecord
 
 
 def promise(
@@ -40,11 +40,11 @@ def promise(
 
 
 def dense_step_seconds(trace: Trace, model: nn.Module) -> float:
-    """How long the recorded step would take with dense layers in the place of the factorized ones.
+    """Time of the recorded step with dense layers in the place of the factorized ones.
 
     Args:
-        trace: A recorded step of the model; not a fake one, as its seconds are put beside measured ones.
-        model: A model with factorized layers; without any, the answer is the step itself.
+        trace: A recorded step of the model; not a fake one, because its seconds are compared with measured ones.
+        model: A model with factorized layers; without any, the answer is the step's own time.
 
     Returns:
         The measured step, less the factorized layers, plus the dense ones; both micro-benchmarked in turns, once for
@@ -62,12 +62,20 @@ def dense_step_seconds(trace: Trace, model: nn.Module) -> float:
 def input_shapes(trace: Trace, name: str, layer: FactorizedLayer) -> Iterator[tuple[int, ...]]:
     """Shape of the layer's input at each of its calls in the step."""
     first: OpRecord | None = None
+    frozen = {tuple(parameter.shape) for parameter in layer.parameters() if not parameter.requires_grad}
     for index in trace.forward_ops:
         op = trace.ops[index]
-        inside = op.module == name or op.module.startswith(f"{name}.")
-        if inside and op.inputs and (first is None or (op.name, op.module) == (first.name, first.module)):
+        if not (op.module == name or op.module.startswith(f"{name}.")):
+            continue
+        read = [v for v in map(trace.values.__getitem__, op.inputs) if not _is_weight(v, frozen)]
+        if read and (first is None or (op.name, op.module) == (first.name, first.module)):
             first = first or op
-            yield _as_input(trace.values[op.inputs[0]].shape, layer)
+            yield _as_input(read[0].shape, layer)
+
+
+def _is_weight(value: ValueRecord, frozen: Collection[tuple[int, ...]]) -> bool:
+    """Whether a value is a layer's own weight: a linear layer transposes it, an embedding reads it first."""
+    return value.pin == WEIGHT or (value.op < 0 and value.shape in frozen)
 
 
 def _as_input(shape: tuple[int, ...], layer: FactorizedLayer) -> tuple[int, ...]:

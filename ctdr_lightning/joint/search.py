@@ -2,10 +2,13 @@
 
 No paper; no published system chooses ranks and recomputation together. Each candidate is priced without being run.
 Along a ladder of shares the loss rises, so each ladder is walked down to its first candidate that fits; of the ladders'
-candidates the one of least measured KL is timed against the dense step in turns, and where it is too slow its ladder
-is walked on. Without a budget each ladder's smallest share whose loss may be allowed is found by halving; from there
-on candidates are planned as long as their peaks fall, and the one of least peak is timed first.
-What ranks may cost holds for refined factors (`allowance`); only a candidate that would be the answer is refined.
+candidates the one of least measured KL is timed against the dense step in turns, and where it is too slow its ladder is
+walked on. If the time is only wished for, the walk is repeated: for a harmless loss within the wish, then within a
+quarter more, then for the dense model however long it takes, or else any loss. Without a budget each ladder's smallest
+share whose loss may be allowed is found by halving; from there on candidates are planned as long as their peaks fall,
+and the one of least peak is timed first. The allowed loss applies to refined factors (`allowance`); only a candidate
+that would be the answer is refined.
+
 Complexity: one fake recording and one plan a candidate, a factorization and a KL for those that fit; without a budget
 about four factorizations and three plans a ladder.
 """
@@ -15,10 +18,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -26,13 +28,14 @@ from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.progress_bar import doing
 from ctdr_lightning.basics.units import format_bytes, format_roomy
 from ctdr_lightning.decomposition.choose.choices import Choices
-from ctdr_lightning.decomposition.trial import Trial
+from ctdr_lightning.decomposition.trials.bench import Bench, Trial
 from ctdr_lightning.joint.allowance import Allowance
-from ctdr_lightning.joint.budget_fit import Considered
+from ctdr_lightning.joint.budget_fit import CLOCK_ERROR, Considered
+from ctdr_lightning.joint.ladders import DENSE, RESOURCES, SHARES, Ladders, Rung
+from ctdr_lightning.joint.priced_choice import Limits, PricedChoice
 from ctdr_lightning.joint.pricing import PLANNING_S, Pricer
-from ctdr_lightning.joint.proposals import DENSE, RESOURCES, SHARES, Proposal, Proposer
 from ctdr_lightning.joint.turns import RealStep, in_turns
-from ctdr_lightning.joint.twins import unmoved
+from ctdr_lightning.joint.twins import twin_with, unmoved
 from ctdr_lightning.memory.bounds.lower_bound import floor_bytes
 from ctdr_lightning.memory.planner import plan
 from ctdr_lightning.memory.plans.budget import Budget
@@ -40,70 +43,26 @@ from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.simulator.simulator import Simulator
 from ctdr_lightning.memory.traces.trace import Trace
 
-# Predicted times are wrong by up to 5 %: so far a candidate may miss the limit and still be tried by the clock, whose
-# medians of a few pairs spread by 3 %: a step of 1.05 of what is allowed still passes.
-_PREDICTION_ERROR, _CLOCK_ERROR = 1.05, 1.05
+# Predicted times are wrong by up to 5 %: so far a candidate may miss the limit and still be tried by the clock.
+_PREDICTION_ERROR = 1.05
+# So much longer than wished a harmless cut may take, and the dense model where it is preferred. Not tuned.
+PATIENT = 1.25
 _ROOM = 1.02  # 2 % less memory is not worth a longer step
 _UNKNOWN_LOSS = -1.0
 _PATIENCE = 2  # without a budget so many shares in a row may have a larger peak than the least of their ladder
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the step of an answer must keep to.
-
-    Attributes:
-        peak_bytes: Largest true peak of a step; None asks for the least.
-        slowdown: Longest step, in dense steps.
-    """
-
-    peak_bytes: int | None
-    slowdown: float
-
-
-@dataclass(frozen=True)
-class PricedChoice:
-    """A proposal with its price, its plan and, as far as it came, its factors and its time.
-
-    Attributes:
-        proposal: What it is.
-        trace: Its step, recorded on fake tensors, optimizer state included.
-        state_bytes: The optimizer's state.
-        row: What is known of it; its ``outcome`` is empty as long as it may be the answer.
-        plan: Its plan; None where none fits.
-        trial: Its factors; None for the dense model, and before they were computed.
-        measured_peak_bytes: Its peak as counted in a run; 0 before one.
-    """
-
-    proposal: Proposal
-    trace: Trace
-    state_bytes: int
-    row: Considered
-    plan: Plan | None = None
-    trial: Trial | None = None
-    measured_peak_bytes: int = 0
-
-    @property
-    def may_be(self) -> bool:
-        """Whether nothing speaks against it so far."""
-        return not self.row.outcome
-
-    def told(self, **changes: Any) -> PricedChoice:
-        """The same with other entries in its row."""
-        return replace(self, row=replace(self.row, **changes))
 
 
 class JointSearch:
     """Finds the answer for one model and one set of limits.
 
     Args:
-        model: Dense, trained.
+        bench: Tries ranks on the dense model.
         forward: Gives the loss of a model on the batch that is priced.
         pricer: Prices candidates.
-        proposer: Makes them.
-        limits: What the answer's step must keep to.
-        allowance: What its ranks may cost.
-        note: Told of each candidate that was looked at.
+        limits: Limits of the answer's step.
+        allowance: The allowed loss of its ranks.
+        harmless: Their allowed loss where the dense model fits by a plan that takes longer than wished.
+        note: Called with each candidate.
 
     Attributes:
         considered: A row for every candidate, in the order in which they were looked at.
@@ -111,47 +70,75 @@ class JointSearch:
 
     def __init__(
         self,
-        model: nn.Module,
+        bench: Bench,
         forward: Callable[[nn.Module], Tensor],
         pricer: Pricer,
-        proposer: Proposer,
         limits: Limits,
         allowance: Allowance,
+        harmless: Allowance,
         note: Callable[[], object] = lambda: None,
     ) -> None:
-        self._model, self._forward = model, forward
-        self._pricer, self._proposer, self._note = pricer, proposer, note
-        self._limits, self._allowance = limits, allowance
+        self._bench, self._model, self._forward = bench, bench.model, forward
+        self._pricer, self._note, self._ladders = pricer, note, Ladders(bench, hurried=pricer.is_long)
+        self._limits, self._allowance, self._harmless = limits, allowance, harmless
         self._limit_s = pricer.dense.seconds * limits.slowdown
         self._least: PricedChoice | None = None
         self._least_in_time: PricedChoice | None = None
         self._seen: list[object] = []
+        self._looked: list[PricedChoice] = []
         self.considered: dict[tuple[float, str], Considered] = {}
 
     def run(self) -> PricedChoice:
         """The answer.
 
         Raises:
-            InfeasibleBudgetError: When nothing keeps to the limits; it names the least peak and the loss at it.
+            InfeasibleBudgetError: If nothing keeps to the limits; it names the least peak and the loss at it.
         """
+        for slowdown, allowance in self._passes():
+            found = self._first(slowdown, allowance)
+            if found is not None:
+                return self.keep(found.told(outcome="chosen"))
+        raise self._infeasible()
+
+    def _passes(self) -> list[tuple[float, Allowance]]:
+        """Limits of time and loss in the order in which they give way: time before accuracy."""
+        wish, any_loss, harmless = self._limits.slowdown, self._allowance, self._harmless
+        if not self._limits.wished:
+            return [(wish, any_loss)]
+        lossy = [] if self.look(DENSE).plan is not None else [(wish * PATIENT, any_loss)]
+        found = [(wish, harmless), (wish * PATIENT, harmless), *lossy, (math.inf, any_loss)]
+        return list(dict.fromkeys(found))
+
+    def _first(self, slowdown: float, allowance: Allowance) -> PricedChoice | None:
+        """The first candidate within a time and an allowed loss, the dense model before all others; None if none is."""
+        self._relax(slowdown)
+        self._allowance = allowance
         dense = self.look(DENSE)
         for candidate in self._by_loss(dense) if self._limits.peak_bytes is not None else self._by_bytes(dense):
             tested = self._tested(candidate)
             if tested.may_be:
-                return self.keep(tested.told(outcome="chosen"))
+                return tested
             self.keep(tested)
-        raise self._infeasible()
+        return None
+
+    def _relax(self, slowdown: float) -> None:
+        """Allow other steps: so many dense ones."""
+        self._limits = replace(self._limits, slowdown=slowdown)
+        self._limit_s = self._pricer.dense.seconds * slowdown
+        self._seen.clear()
 
     def given(self, choices: Choices) -> PricedChoice:
         """The answer that choices describe, priced, judged and timed.
 
         Raises:
-            ConfigError: When they do not fit the model.
-            InfeasibleBudgetError: When they do not keep to the limits.
+            ConfigError: If they do not fit the model.
+            InfeasibleBudgetError: If they do not keep to the limits.
         """
+        if self._limits.wished:
+            self._relax(math.inf)
         found = self.look(DENSE)
         if choices.factorized:
-            found = self.look(Proposal(0.0, "given", choices))
+            found = self.look(Rung(0.0, "given", choices))
             found = self.judged(found, exact=True) if found.may_be else found
         found = self._tested(found) if found.may_be else found
         if not found.may_be:
@@ -159,17 +146,21 @@ class JointSearch:
             raise self._infeasible()
         return self.keep(found.told(outcome="given"))
 
-    def look(self, proposal: Proposal) -> PricedChoice:
-        """Price a proposal and plan its step; its outcome says where it breaks the limits."""
+    def look(self, rung: Rung) -> PricedChoice:
+        """Price a rung and plan its step; its outcome says where it breaks the limits."""
+        known = next((found for found in self._looked if found.rung == rung), None)
+        if known is not None:
+            return self.keep(self._in_time(known))
         self._note()
         with doing("record"):
-            price = self._pricer.price(proposal.choices)
+            price = self._pricer.price(rung.choices)
         keep_bytes = Simulator(price.trace).peak_bytes
-        loss = _UNKNOWN_LOSS if proposal.choices.factorized else 0.0
-        row = Considered(
-            proposal.share, proposal.resource, price.parameters, keep_bytes, keep_bytes, 0.0, loss, 0.0, ""
-        )
-        return self.keep(self._planned(PricedChoice(proposal, price.trace, price.state_bytes, row)))
+        loss = _UNKNOWN_LOSS if rung.choices.factorized else 0.0
+        row = Considered(rung.share, rung.resource, price.parameters, keep_bytes, keep_bytes, 0.0, loss, 0.0, "")
+        found = self._planned(PricedChoice(rung, price.trace, row))
+        if self._limits.peak_bytes is not None:  # else a plan depends on the time that it may take
+            self._looked.append(found)
+        return self.keep(self._in_time(found))
 
     def _planned(self, found: PricedChoice) -> PricedChoice:
         budget = self._limits.peak_bytes
@@ -185,14 +176,17 @@ class JointSearch:
         except InfeasibleBudgetError as error:
             least = error.least_peak_bytes
             return found.told(peak_bytes=least, outcome=f"no plan goes below {format_bytes(least)}")
-        found = replace(found, plan=made).told(peak_bytes=made.peak_bytes, seconds=self._pricer.seconds(made))
+        return replace(found, plan=made).told(peak_bytes=made.peak_bytes, seconds=self._pricer.seconds(made))
+
+    def _in_time(self, found: PricedChoice) -> PricedChoice:
+        """The same, refused where its plan takes too long."""
         # without the tape's own time, which is known too badly to refuse by: the clock decides
-        if made.seconds > self._limit_s * _PREDICTION_ERROR:
-            return found.told(outcome=self._too_slow(made.seconds))
+        if found.plan is not None and found.plan.seconds > self._limit_s * _PREDICTION_ERROR:
+            return found.told(outcome=self._too_slow(found.plan.seconds))
         return found
 
     def _room_s(self, trace: Trace) -> float:
-        """How long a plan of a step may take; a step that takes longer as it is may take as long."""
+        """Longest allowed time of a plan; at least the plain step's own."""
         return max(self._limit_s - self._pricer.tape_s(trace), trace.seconds)
 
     def _too_slow(self, seconds: float) -> str:
@@ -220,36 +214,41 @@ class JointSearch:
 
     def _at(self, share: float, resource: str) -> PricedChoice | None:
         """A candidate, looked at; None where nothing is that cheap. One that was seen before is not looked at again."""
-        proposal = self._proposer.propose(share, resource)
-        if proposal is None:
+        rung = self._ladders.rung(share, resource)
+        if rung is None:
             return None
-        if proposal.choices.factorized in self._seen:
+        if rung.choices.factorized in self._seen:
             row = Considered(share, resource, 0, 0, 0, 0.0, _UNKNOWN_LOSS, 0.0, "seen before")
-            return PricedChoice(proposal, self._pricer.dense, 0, row)
-        self._seen.append(proposal.choices.factorized)
-        return self.look(proposal)
+            return PricedChoice(rung, self._pricer.dense, row)
+        self._seen.append(rung.choices.factorized)
+        return self.look(rung)
 
     def judged(self, found: PricedChoice, exact: bool = False) -> PricedChoice:
-        """Compute a candidate's factors and measure what its ranks cost.
+        """Compute a candidate's factors and measure their loss.
 
         Args:
             found: Looked at.
-            exact: Whether its choices stand; otherwise the best ways to judge errors at its share may choose others.
+            exact: Whether its choices are fixed; otherwise the best weightings of errors at its share may choose
+                others.
         """
-        trial = self._proposer.exact(found.proposal) if exact else self._proposer.best(found.proposal)
-        if trial.choices.factorized != found.proposal.choices.factorized:
-            other = self.look(replace(found.proposal, choices=trial.choices, start=trial.start))
+        trial = self._exact(found.rung) if exact else self._ladders.best(found.rung)
+        if trial.choices.factorized != found.rung.choices.factorized:
+            other = self.look(replace(found.rung, choices=trial.choices, start=trial.start))
             if other.may_be:
                 found = other
             else:
-                trial = self._proposer.exact(found.proposal)
+                trial = self._exact(found.rung)
         refusal = self._allowance.refusal(trial)
         return self.keep(replace(found, trial=trial).told(loss=trial.divergence, outcome=refusal))
 
+    def _exact(self, rung: Rung) -> Trial:
+        """The trial of a rung's own choices."""
+        return self._bench.trial(rung.choices, rung.start)
+
     def _tested(self, found: PricedChoice) -> PricedChoice:
-        """Time a candidate, and hold it against what its ranks may cost."""
+        """Time a candidate, and check its loss."""
         refusal = self._allowance.refusal(found.trial) if found.trial is not None else ""
-        if refusal:  # by what was learnt since it was judged
+        if refusal:  # by knowledge gained since it was judged
             return found.told(outcome=refusal)
         timed = self.timed(found)
         return self._settled(timed) if timed.may_be else timed
@@ -258,6 +257,7 @@ class JointSearch:
         if found.trial is None:
             return found
         trial, outcome, metric = self._allowance.settled(found.trial)
+        self._ladders.keep(found.rung, trial)
         return replace(found, trial=trial).told(loss=trial.divergence, metric=metric, outcome=outcome)
 
     def _by_loss(self, dense: PricedChoice) -> Iterator[PricedChoice]:
@@ -273,7 +273,7 @@ class JointSearch:
             heads += [(head, ladder) for head in (next(ladder, None),) if head is not None]
 
     def _by_bytes(self, dense: PricedChoice) -> Iterator[PricedChoice]:
-        """By rising peak, the dense model last; larger shares only where none of the smaller ones is the answer."""
+        """By rising peak, the dense model last; larger shares only if no smaller one is the answer."""
         ladders = [self._allowed(resource) for resource in RESOURCES]
         while found := [candidate for ladder in ladders for candidate in _while_falling(ladder)]:
             for candidate in sorted(found, key=lambda candidate: candidate.row.peak_bytes):
@@ -292,14 +292,14 @@ class JointSearch:
                 yield found
 
     def _may_be_allowed(self, resource: str, share: float) -> bool:
-        proposal = self._proposer.propose(share, resource)
-        return proposal is not None and not self._allowance.excludes(self._proposer.best(proposal))
+        rung = self._ladders.rung(share, resource)
+        return rung is not None and not self._allowance.excludes(self._ladders.best(rung))
 
     @doing("time")
     def timed(self, found: PricedChoice) -> PricedChoice:
         """Run a candidate's step under its plan, count its peak and time it in turns with the dense step."""
         self._note()
-        model = self._model if found.trial is None else self._proposer.standing(found.trial)
+        model = self._model if found.trial is None else twin_with(self._model, found.trial.layers)
         with unmoved(self._model):  # which later candidates are judged by
             return self._clocked(found, model)
 
@@ -308,8 +308,7 @@ class JointSearch:
         step = RealStep(model, forward, found.plan)
         peak_bytes, diverged = step.watched()
         if diverged:  # another step than the one on fake tensors: plan the real one
-            real = self._pricer.recorded(model).with_static(found.state_bytes)
-            found = self._planned(replace(found, trace=real))
+            found = self._in_time(self._planned(replace(found, trace=self._pricer.really(model))))
             if not found.may_be:
                 return found
             step = RealStep(model, forward, found.plan)
@@ -322,12 +321,12 @@ class JointSearch:
         dense = RealStep(self._model, partial(self._forward, self._model))
         turns = in_turns(dense, step, once=self._pricer.is_long)
         found = found.told(measured_slowdown=turns.ratio)
-        if turns.ratio > self._limits.slowdown * _CLOCK_ERROR:
+        if turns.ratio > self._limits.slowdown * CLOCK_ERROR:
             return found.told(outcome=f"too slow: {turns.ratio:.2f} dense steps by the clock")
         return found
 
     def keep(self, found: PricedChoice) -> PricedChoice:
-        """Note what is known of a candidate; those of least peak are held for the error."""
+        """Note a candidate's record; those of least peak are held for the error."""
         self.considered[found.row.share, found.row.resource] = found.row
         self._least = _lesser(self._least, found)
         if found.trace.seconds <= self._limit_s * _PREDICTION_ERROR:
@@ -338,16 +337,20 @@ class JointSearch:
         assert self._least is not None
         found = self._least
         if found.row.loss == _UNKNOWN_LOSS:
-            found = self.keep(found.told(loss=self._proposer.exact(found.proposal).divergence))
+            found = self.keep(found.told(loss=self._exact(found.rung).divergence))
         least = self._thriftiest(found, math.inf)
         wanted = format_bytes(self._limits.peak_bytes) if self._limits.peak_bytes else "the loss and the time allowed"
         return InfeasibleBudgetError(
-            f"No ranks and plan fit {wanted} within x{self._limits.slowdown:g} of the dense step's time: the least "
-            f"peak found is {format_bytes(least.peak_bytes)} in x{self._slowdown(self._pricer.seconds(least)):.2f}, at "
+            f"No ranks and plan fit {wanted}{self._within()}: the least peak found is "
+            f"{format_bytes(least.peak_bytes)} in x{self._slowdown(self._pricer.seconds(least)):.2f}, at "
             f"{found.row.share:.0%} of the {found.row.resource}, where the outputs' KL is {found.row.loss:.4f} nats.",
             self._allowance.remedy() or self._remedy(least),
             least_peak_bytes=least.peak_bytes,
         )
+
+    def _within(self) -> str:
+        slowdown = self._limits.slowdown
+        return f" within x{slowdown:g} of the dense step's time" if math.isfinite(slowdown) else ""
 
     @doing("plan")
     def _thriftiest(self, found: PricedChoice, seconds: float) -> Plan:
@@ -379,7 +382,7 @@ def _lesser(held: PricedChoice | None, found: PricedChoice) -> PricedChoice:
 
 
 def _allowing(slowdown: float) -> str:
-    return f"{slowdown + _CLOCK_ERROR - 1:.2f}"
+    return f"{slowdown + CLOCK_ERROR - 1:.2f}"
 
 
 def _between(above: float, below: float) -> float:

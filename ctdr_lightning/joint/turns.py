@@ -10,6 +10,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
+from ctdr_lightning.basics.gpu_memory import counts, synchronize, watch_peak
 from ctdr_lightning.basics.thread_clock import now_s
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.tape.tape import Tape
@@ -26,7 +27,7 @@ class RealStep:
     Args:
         model: Its gradients are freed before each run.
         forward: Gives the loss.
-        plan: What the tape carries out; None runs the step plainly.
+        plan: The tape's plan; None runs the step plainly.
     """
 
     model: nn.Module
@@ -43,23 +44,28 @@ class RealStep:
         loss.backward()
         return tape.diverged if tape is not None else ""
 
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
     def seconds(self) -> float:
         """Time of one run."""
-        _synchronize()
-        start_s = now_s()
+        device = self._device
+        synchronize(device)
+        start_s = now_s(device.type)
         self.run()
-        _synchronize()
-        return now_s() - start_s
+        synchronize(device)
+        return now_s(device.type) - start_s
 
     def watched(self) -> tuple[int, str]:
-        """Run once; returns the largest memory above what was there before, new gradients included, and as `run`."""
+        """Run once; returns the largest memory above the start, new gradients included, and the result of `run`."""
         for parameter in self.model.parameters():
             parameter.grad = None
-        if torch.cuda.is_available() and next(self.model.parameters()).is_cuda:
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
+        device = self._device
+        if device.type == "cuda":
+            before = watch_peak(device)
             diverged = self.run()
-            return torch.cuda.max_memory_allocated() - before, diverged
+            return counts(device).allocated_peak - before.allocated, diverged
         with PeakMeter() as meter:
             diverged = self.run()
         return meter.live.peak, diverged
@@ -67,7 +73,7 @@ class RealStep:
 
 @dataclass(frozen=True)
 class Turns:
-    """What pairs of runs gave.
+    """Results of pairs of runs.
 
     Attributes:
         first_s: Median seconds of the first step.
@@ -84,9 +90,9 @@ def in_turns(first: RealStep, second: RealStep, *, once: bool = False) -> Turns:
     """Time two steps in turns.
 
     Args:
-        first: What the other is compared with.
+        first: The reference.
         second: The other.
-        once: Run one pair, for long steps that were run before: what disturbs them for a moment is little of them.
+        once: Run one pair, for long steps that were run before: a momentary disturbance is a small part of them.
             Otherwise each is run once to warm up, and then in some pairs.
     """
     if not once:
@@ -97,8 +103,3 @@ def in_turns(first: RealStep, second: RealStep, *, once: bool = False) -> Turns:
         pairs.append((first.seconds(), second.seconds()))
     firsts, seconds = zip(*pairs, strict=True)
     return Turns(median(firsts), median(seconds), median(b / a for a, b in pairs))
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

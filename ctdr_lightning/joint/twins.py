@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import TypeVar
@@ -37,22 +37,28 @@ def structure_of(model: M, choices: Choices) -> M:
 
     It serves a recording, which looks at shapes alone.
 
+    """
+    dense = dict(walk(model))
+    layers: dict[str, nn.Module] = {}
+    for name, choice in choices.factorized.items():
+        kind = kind_of(dense[name])
+        assert kind is not None
+        assert choice.method is not None
+        layers[name] = new = factorized(dense[name], KINDS[kind].geometry(dense[name]), choice.method, choice.ranks)
+        for factor in new.factor_layers:
+            nn.init.normal_(weight_of(factor), std=_STD)
+    return twin_with(model, layers)
+
+
+def twin_with(model: M, layers: Mapping[str, nn.Module]) -> M:
+    """A twin in which some layers have others in their place.
+
     Args:
         model: Dense.
-        choices: Checked against the model.
+        layers: The new layers, by the names of the old ones.
     """
     twin = twin_of(model)
-    wanted = choices.factorized
-    swaps: dict[nn.Module, nn.Module] = {}
-    for name, layer in walk(twin):
-        kind = kind_of(layer) if name in wanted else None
-        if kind is not None:
-            choice = wanted[name]
-            assert choice.method is not None
-            new = factorized(layer, KINDS[kind].geometry(layer), choice.method, choice.ranks)
-            for factor in new.factor_layers:
-                nn.init.normal_(weight_of(factor), std=_STD)
-            swaps[layer] = new
+    swaps = {twin.get_submodule(name): new for name, new in layers.items()}
     replace_everywhere(twin, swaps | follow_owners(twin, swaps))
     return twin
 

@@ -14,9 +14,12 @@ from torch import Tensor, nn
 from ctdr_lightning.basics.devices import DeviceModel
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.progress_bar import track
-from ctdr_lightning.basics.units import as_given, parse_bytes
+from ctdr_lightning.basics.units import as_given, format_bytes, parse_bytes
+from ctdr_lightning.memory.account.batch import BatchAccount
+from ctdr_lightning.memory.account.optimizer import NO_OPTIMIZER, OptimizerBytes
+from ctdr_lightning.memory.allocator.reserved import expandable_segments, runs_within
 from ctdr_lightning.memory.bounds.lower_bound import floor_bytes
-from ctdr_lightning.memory.planner import plan
+from ctdr_lightning.memory.planner import plan, served
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.policies import POLICIES, Budget
 from ctdr_lightning.memory.policies.registry import Choose, Policy, policy_of
@@ -49,26 +52,31 @@ def max_batch(
     policy: str | Policy | Choose = "auto",
     *,
     static_bytes: int = 0,
+    optimizer: OptimizerBytes = NO_OPTIMIZER,
     most: int = 1 << 20,
     device: DeviceModel | str | None = None,
+    precision: str | None = None,
     progress: bool = True,
 ) -> LargestBatch:
     """Find the largest batch by bisection.
 
     Args:
         module: The model; it is copied, never touched.
-        make_inputs: From a batch size to what ``step`` needs; only shapes and dtypes matter, so that ``torch.empty``
-            or tensors on the meta device will do.
+        make_inputs: From a batch size to the inputs of ``step``; only shapes and dtypes matter, so that ``torch.empty``
+            or tensors on the meta device suffice.
         step: From the model and the inputs to a scalar loss.
-        budget: Bytes that the step's true peak may reach, weights and gradients included.
+        budget: Bytes that the step's true peak may reach, weights and gradients included. On a GPU CUDA's allocator
+            must serve the step within them, fragmentation included, without giving segments back in every step.
         policy: Name of a registered policy, or a callable.
-        static_bytes: Memory besides the step's that is there all along: optimizer state.
-        most: Where to stop looking.
-        device: Device whose speed the plan is made for; None is this processor.
+        static_bytes: Bytes outside of the step that are resident throughout, such as optimizer state.
+        optimizer: The bytes of an optimizer's state and step, as `predict` gives them.
+        most: Largest batch to try.
+        device: Device that the step is for, as for `record_fake`; None is this processor.
+        precision: Precision of the step, as for `record_fake`.
         progress: Whether to show on stderr how far the search is, once it has lasted two seconds.
 
     Raises:
-        InfeasibleBudgetError: When not even one sample fits.
+        InfeasibleBudgetError: If not even one sample fits.
 
     Example:
         >>> net = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())])
@@ -82,22 +90,23 @@ def max_batch(
 
     tries = track(count(), "max_batch", total=3 * most.bit_length(), enabled=progress)
 
-    @cache  # what a search found of a step is remembered with it
+    @cache  # the result of a search is remembered with its step
     def traced(size: int) -> Prepared:
         next(tries)
-        return Prepared(record_fake(module, make_inputs(size), step, device=device).with_static(static_bytes))
+        trace = record_fake(module, make_inputs(size), step, device=device, precision=precision)
+        return Prepared(BatchAccount(trace.with_static(static_bytes), optimizer).whole)
 
     def fits_plainly(size: int) -> bool:
-        return traced(size).plain_peak_bytes <= limit
+        trace = traced(size).trace
+        if traced(size).plain_peak_bytes > limit or trace.device != "cuda":
+            return traced(size).plain_peak_bytes <= limit
+        return runs_within(trace, None, limit, expandable=expandable_segments())
 
     def may_fit(size: int) -> bool:
         return floor_bytes(traced(size)) <= limit
 
     def fits(size: int) -> bool:
-        try:
-            return chosen(traced(size), Budget(peak_bytes=limit)).peak_bytes <= limit
-        except InfeasibleBudgetError:
-            return False
+        return _fitting(traced(size), limit, chosen) is not None
 
     with closing(tries):
         plain_size = largest(fits_plainly, 0, most)
@@ -107,16 +116,35 @@ def max_batch(
         return LargestBatch(size, plan(traced(size), limit, policy), plain_size)
 
 
+def _fitting(step: Prepared, limit_bytes: int, policy: Policy) -> Plan | None:
+    """A plan that fits; None where the policy has none. On a GPU the allocator holds it, too."""
+    limits = Budget(peak_bytes=limit_bytes)
+    try:
+        timeline = policy(step, limits)
+    except InfeasibleBudgetError:
+        return None
+    if timeline.peak_bytes > limit_bytes:
+        return None
+    made = Plan(policy.name, timeline, limit_bytes, options=policy.option_values)
+    return served(step, made, limits, policy, steadily=True) if step.trace.device == "cuda" else made
+
+
 def _not_even_one(
     sample: Prepared, limit_bytes: int, policy: str | Policy | Choose, asked: str
 ) -> InfeasibleBudgetError:
     """The planner's own error for one sample, which names the budget that it takes."""
     problem = f"Not even one sample fits the budget of {asked}"
     try:
-        plan(sample, limit_bytes, policy)
+        made = plan(sample, limit_bytes, policy)
     except InfeasibleBudgetError as error:
         return InfeasibleBudgetError(f"{problem}. {error.problem}", error.hint, least_peak_bytes=error.least_peak_bytes)
-    raise AssertionError("unreachable")
+    reserved = made.reserved.expandable_bytes if expandable_segments() else made.reserved.reserved_bytes
+    return InfeasibleBudgetError(
+        f"{problem}: its tensors take {format_bytes(made.peak_bytes)}, for which CUDA's allocator reserves "
+        f"{format_bytes(reserved)}",
+        f"Write a budget of {format_bytes(reserved)}, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
+        least_peak_bytes=reserved,
+    )
 
 
 def largest(holds: Callable[[int], bool], known: int, most: int) -> int:
@@ -125,7 +153,7 @@ def largest(holds: Callable[[int], bool], known: int, most: int) -> int:
     Args:
         holds: Asked O(log) times.
         known: A number for which it holds already.
-        most: Where to stop looking.
+        most: Largest batch to try.
     """
     low, step = known, max(known, 1)
     while low < most and holds(min(low + step, most)):

@@ -13,13 +13,13 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from ctdr_lightning.memory.bounds.lower_bound import lower_bound_seconds
-from ctdr_lightning.memory.plans.actions import Actions
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.search.fastest import Fastest
 from ctdr_lightning.memory.search.local_search import LocalSearch
 from ctdr_lightning.memory.search.transfer import structure_of, transferred
+from ctdr_lightning.memory.simulator.actions import Actions
 from ctdr_lightning.memory.simulator.prepared import Prepared, prepared
-from ctdr_lightning.memory.simulator.simulator import simulate
+from ctdr_lightning.memory.simulator.schedule import simulate
 from ctdr_lightning.memory.traces.trace import Trace
 
 # A transferred plan may be this much slower than the bound, and so than any plan of the step's own. Where the plan that
@@ -27,7 +27,7 @@ from ctdr_lightning.memory.traces.trace import Trace
 GOOD_ENOUGH, FURTHER = 0.02, 0.01
 # Plans remembered over all structures; of 60 lengths the nearest of 16 is at most two lengths away.
 MOST_REMEMBERED = 16
-# Work on polishing a transferred plan: a tenth of what the search of a small net may do.
+# Work on polishing a transferred plan: a tenth of the allowance of a small net's search.
 POLISH_WORK = 40_000
 
 
@@ -69,7 +69,7 @@ class ManyShapes:
 
     @property
     def n_remembered(self) -> int:
-        """How many plans are remembered now."""
+        """Number of remembered plans."""
         return len(self._known)
 
     def __call__(self, step: Trace | Prepared, limit_bytes: int) -> Plan:

@@ -8,7 +8,7 @@ from typing import Any
 from ctdr_lightning.basics.devices import memory_bytes_here
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.units import as_given, parse_bytes
-from ctdr_lightning.memory.allocator.reserved import expandable_segments, runs_within
+from ctdr_lightning.memory.allocator.reserved import expandable_segments, flushes_within
 from ctdr_lightning.memory.bounds.lower_bound import sharp_bound_seconds
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.policies import POLICIES, Budget
@@ -19,7 +19,7 @@ from ctdr_lightning.memory.simulator.schedule import judge
 from ctdr_lightning.memory.traces.trace import Trace
 
 # Six torchvision nets at 0.7, 0.5 and 0.4 of their peak: of 16 plans nine ran with 3 % less for the tensors, three with
-# 6 %, three with 9 to 17 %, one not at all. Steps by the share of fragmentation took up to four times what was needed:
+# 6 %, three with 9 to 17 %, one not at all. Steps by the share of fragmentation took up to four times the necessary:
 # the allocator gives free segments back before it fails.
 TIGHTER, STEPS = 0.97, 7
 
@@ -33,7 +33,7 @@ def plan(
 
     Args:
         step: The recorded step; ``trace.with_static`` tells it of memory that it did not touch, such as an optimizer's
-            state. ``Prepared(trace)`` where several plans are made of one step: what they share is made once.
+            state. ``Prepared(trace)`` if several plans are made of one step: their shared facts are then made once.
         budget: Largest true peak of the step: bytes, a string such as ``"8GiB"``, or a fraction of the device's memory;
             None leaves the peak to the policy. A :class:`Budget` may limit the seconds instead.
         policy: Name of a registered policy, one with other options (``POLICIES["rotor"].with_options(n_slots=250)``),
@@ -43,8 +43,8 @@ def plan(
         The plan, with its predicted peak and seconds.
 
     Raises:
-        ConfigError: When the budget or the policy's name cannot be read, or allows less time than the plain step takes.
-        InfeasibleBudgetError: When the policy's best plan does not fit; it names the least peak, what sets it, and the
+        ConfigError: If the budget or the policy's name cannot be read, or allows less time than the plain step takes.
+        InfeasibleBudgetError: If the policy's best plan does not fit; it names the least peak, its cause, and the
             nearest remedy.
     """
     step = prepared(step)
@@ -59,7 +59,7 @@ def plan(
     if limits.peak_bytes is not None and made.peak_bytes > limits.peak_bytes:
         raise _infeasible(step, limits, chosen, made.peak_bytes, budget, made)
     if limits.peak_bytes is not None and step.trace.device == "cuda":
-        made = _served(step, made, limits, chosen)
+        made = served(step, made, limits, chosen) or made
     limit = limits.peak_bytes if limits.peak_bytes is not None else made.peak_bytes
     # The bound is on recomputation. A plan that puts values away can be faster; only the plain step bounds that.
     bound_s = step.trace.seconds if made.away else sharp_bound_seconds(step, limit)
@@ -72,22 +72,36 @@ def _chosen(step: Prepared, limits: Budget, policy: Policy) -> Plan:
     return Plan(policy.name, timeline, limits.peak_bytes, options=policy.option_values)
 
 
-def _served(step: Prepared, made: Plan, limits: Budget, policy: Policy) -> Plan:
-    """A plan that CUDA's allocator can serve within the budget, fragmentation included; as it is where none is found.
+def served(step: Prepared, made: Plan, limits: Budget, policy: Policy, *, steadily: bool = False) -> Plan | None:
+    """A plan that CUDA's allocator can serve within the budget, fragmentation included.
 
-    The tensors get less, step by step, until the allocator gets along with the budget.
+    The tensors get less, step by step, until the allocator gets along with the budget without giving segments back in
+    every step.
+
+    Args:
+        step: The recorded step.
+        made: The policy's plan, whose tensors fit.
+        limits: With a limit on the peak.
+        policy: Which made it.
+        steadily: Whether a plan does not count for which segments are given back in every step.
+
+    Returns:
+        The first plan found without, or else the first that runs at all; None if there is none.
     """
     assert limits.peak_bytes is not None
-    found, room = made, limits.peak_bytes
+    found, room, second = made, limits.peak_bytes, None
     for _ in range(STEPS):
-        if runs_within(found.trace, found.actions, limits.peak_bytes, expandable=expandable_segments()):
+        flushes = flushes_within(found.trace, found.actions, limits.peak_bytes, expandable=expandable_segments())
+        if flushes == 0:
             return replace(found, budget_bytes=limits.peak_bytes)
+        if flushes is not None and not steadily:
+            second = second or replace(found, budget_bytes=limits.peak_bytes)
         room = int(TIGHTER * room)
         try:
             found = _chosen(step, replace(limits, peak_bytes=room), policy)
         except InfeasibleBudgetError:
             break
-    return made
+    return second
 
 
 def _infeasible(

@@ -1,7 +1,8 @@
 """BatchNorm statistics, re-estimated after layers changed: no optimizer step, most of the lost accuracy back.
 
 The statistics are reset and averaged over some training batches with equal weight (``momentum=None``), and over ranks
-("precise BatchNorm", Wu and Johnson, arXiv:2105.07576). InstanceNorm takes no plain average and keeps what it tracked.
+("precise BatchNorm", Wu and Johnson, arXiv:2105.07576). InstanceNorm takes no plain average and keeps its running
+statistics.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where recovery stands, and what the next epoch begins with.
+"""Progress of the recovery, and the decision before the next epoch.
 
 Pure functions of plain state, so that a resumed run decides alike.
 """
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass
 class Progress:
-    """What a checkpoint keeps of recovery besides tensors.
+    """State of the recovery in a checkpoint, tensors excluded.
 
     Args:
         stages: Stages in all.
@@ -58,7 +58,7 @@ class Progress:
         """Read :meth:`to_dict`'s result.
 
         Raises:
-            CheckpointError: When it is something else.
+            CheckpointError: If it is something else.
         """
         try:
             read = from_mapping(cls, value, "recovery progress")
@@ -102,7 +102,7 @@ def first_cut_epoch(recovery: Recovery | None) -> int:
 
 
 def shortfall(recovery: Recovery, progress: Progress) -> float | None:
-    """How much worse the metric is than the reference (negative: better); None when either is unknown."""
+    """Drop of the metric below the reference (negative: better); None if either is unknown."""
     if progress.metric is None or progress.reference is None:
         return None
     if math.isnan(progress.metric):
@@ -124,7 +124,7 @@ def phase_at(recovery: Recovery, progress: Progress, epoch: int) -> tuple[Phase 
 
 
 def next_move(recovery: Recovery, progress: Progress, epoch: int) -> Move:
-    """What to do before an epoch begins.
+    """Decide the move before an epoch.
 
     Args:
         recovery: The schedule.

@@ -1,4 +1,4 @@
-"""Learning from the dense model's outputs beside the labels (Hinton et al., arXiv:1503.02531).
+"""Learning from the dense model's outputs in addition to the labels (Hinton et al., arXiv:1503.02531).
 
 Reproduced: the softened cross-entropy, scaled by the square of the temperature. Left out: hints from inner layers.
 Costs one forward of the dense model a step and its weights' memory, both logged.
@@ -25,10 +25,10 @@ class Teacher:
 
     Args:
         model: The model before its layers are cut; copied.
-        options: What to listen to and where the copy waits.
+        options: The outputs to learn from, and the device of the copy.
 
     Raises:
-        ConfigError: When ``options.module`` names no submodule.
+        ConfigError: If ``options.module`` names no submodule.
     """
 
     def __init__(self, model: nn.Module, options: Distillation) -> None:
@@ -45,7 +45,7 @@ class Teacher:
         return sum(t.numel() * t.element_size() for t in (*self.net.parameters(), *self.net.buffers()))
 
     def logs(self) -> dict[str, float | Tensor]:
-        """What it costs and what it says, for the loggers."""
+        """Cost and loss of the teacher, for the loggers."""
         said = {} if self.loss is None else {"ctdr/distill_loss": self.loss}
         return {"ctdr/teacher_gib": self.n_bytes / GIB, "ctdr/teacher_s": self.seconds, **said}
 
@@ -60,7 +60,7 @@ class Teacher:
             The step's output with the blended loss.
 
         Raises:
-            ConfigError: When the step never called the part to listen to.
+            ConfigError: If the step never called the part to listen to.
         """
         heard: list[tuple[tuple[Any, ...], dict[str, Any], Any]] = []
         part = _part(module, self.options.module)
@@ -110,7 +110,7 @@ class Teacher:
         """Take the weights of a checkpoint's teacher.
 
         Raises:
-            CheckpointError: When they do not fit.
+            CheckpointError: If they do not fit.
         """
         try:
             self.net.load_state_dict(state)

@@ -45,7 +45,7 @@ def chosen_parameters(module: nn.Module, train: str | Sequence[str]) -> set[str]
         train: ``"all"``, ``"factors"``, ``"batchnorm"``, another registered word, or name patterns.
 
     Raises:
-        ConfigError: When a word or pattern means no parameter.
+        ConfigError: If a word or pattern means no parameter.
     """
     names = [name for name, _ in module.named_parameters()]
     chosen: set[str] = set()
@@ -68,7 +68,7 @@ def _meant(module: nn.Module, word: str, names: list[str]) -> set[str]:
 
 
 class Freezer:
-    """Freezes what a phase does not train; what the user froze stays frozen."""
+    """Freezes the parameters that a phase does not train; parameters that the user froze stay frozen."""
 
     def __init__(self) -> None:
         self._frozen: list[nn.Parameter] = []
@@ -105,7 +105,7 @@ class RateScaler:
 
     @property
     def factor(self) -> float:
-        """What the next step's learning rate is multiplied by."""
+        """Multiplier of the next step's learning rate."""
         rise = min(1.0, (self.steps + 1) / self.warmup_steps) if self.warmup_steps else 1.0
         return self.scale * rise
 

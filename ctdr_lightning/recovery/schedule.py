@@ -1,4 +1,4 @@
-"""How accuracy is won back, as plain data: a typed schedule, and the same as YAML."""
+"""The recovery schedule as plain data: typed, and as YAML."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def _check_train(train: Any) -> None:
     patterns = [train] if isinstance(train, str) else train
     if not isinstance(patterns, Sequence) or not patterns or not all(isinstance(p, str) and p for p in patterns):
         raise ConfigError(
-            f"phase.train={train!r} says nothing to train.", "Write 'all', 'factors', 'batchnorm' or name patterns."
+            f"phase.train={train!r} names nothing to train.", "Write 'all', 'factors', 'batchnorm' or name patterns."
         )
 
 
 @dataclass(frozen=True)
 class Distillation:
-    """Learning from the dense model's outputs beside the labels (Hinton et al., arXiv:1503.02531).
+    """Learning from the dense model's outputs in addition to the labels (Hinton et al., arXiv:1503.02531).
 
     Args:
         weight: Share of the teacher's term in the loss, in ``(0, 1]``.
@@ -94,7 +94,7 @@ class Distillation:
 
 @dataclass(frozen=True)
 class Recovery:
-    """How accuracy is won back after decomposition.
+    """Schedule that recovers accuracy after decomposition.
 
     One-shot by default: all layers are cut at the start. Staged with ``layers_per_stage`` (the next layers are cut
     when the metric is back within ``tolerance``, or when the phases are over) or with ``cut_epochs``.
@@ -114,7 +114,7 @@ class Recovery:
         distill: Learn from the dense model as well.
 
     Raises:
-        ConfigError: When a value is out of range or two of them contradict each other.
+        ConfigError: If a value is out of range or two of them contradict each other.
     """
 
     batchnorm_batches: int = 20
@@ -135,7 +135,8 @@ class Recovery:
         real("recovery.tolerance", self.tolerance, least=0)
         if not isinstance(self.stop_when_recovered, bool):
             raise ConfigError(
-                f"recovery.stop_when_recovered={self.stop_when_recovered!r} is no truth value.", "Write true or false."
+                f"recovery.stop_when_recovered must be true or false, found {self.stop_when_recovered!r}.",
+                "Write true or false.",
             )
         object.__setattr__(self, "phases", _items("phases", self.phases, Phase))
         if self.distill is not None:
@@ -198,14 +199,14 @@ class Recovery:
 
     @classmethod
     def read(cls, value: Recovery | Mapping[str, Any] | str | Path | bool | None) -> Recovery | None:
-        """Read what the callback's ``recovery=`` accepts.
+        """Parse the callback's ``recovery=``.
 
         Args:
             value: A schedule, its fields, a YAML file, True for the defaults, False or None for no recovery.
 
         Raises:
-            ConfigError: When it holds an unknown or a wrong entry.
-            CheckpointError: When the file cannot be read or is not YAML.
+            ConfigError: If it holds an unknown or a wrong entry.
+            CheckpointError: If the file cannot be read or is not YAML.
         """
         if value is None or value is False:
             return None
@@ -213,7 +214,7 @@ class Recovery:
             return cls()
         if isinstance(value, str | Path):
             if not is_file(value):
-                problem = f"recovery={str(value)!r} is no file."
+                problem = f"recovery={str(value)!r} is not a file."
                 raise ConfigError(problem, "Write one: Recovery().save(path); or recovery=True for the defaults.")
             value = read_yaml(value)
         return from_mapping(cls, value, "recovery")
@@ -243,7 +244,7 @@ def read_yaml(path: str | Path) -> Any:
     """Read a YAML file of plain values.
 
     Raises:
-        CheckpointError: When it cannot be read or holds anything but plain values.
+        CheckpointError: If it cannot be read or holds anything but plain values.
     """
     text = files.read_text(path)
     try:
@@ -255,7 +256,7 @@ def read_yaml(path: str | Path) -> Any:
 
 
 def annotated_yaml(plain: dict[str, Any]) -> str:
-    """YAML of a schedule, each line followed by what it means."""
+    """YAML of a schedule, each line followed by its meaning."""
     lines = []
     for line in yaml.safe_dump(plain, sort_keys=False, width=1000).splitlines():
         note = _NOTES.get(line.split(":")[0].strip(" -"))

@@ -43,10 +43,10 @@ def all_or_nothing(*put_backs: PutBack) -> Iterator[None]:
 
 
 def layers_as_now(model: nn.Module) -> PutBack:
-    """Remember which modules stand where, running statistics and biases; the result puts them back.
+    """Remember the module tree, running statistics and biases; the result restores them.
 
-    Weights are not copied: whoever exchanges a layer leaves the old one's as it was. Its bias goes over to the new
-    layer and is fitted there.
+    Weights are not copied, because an exchange leaves the old layer's weight unchanged. Its bias moves to the new layer
+    and is fitted there.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     statistics: list[Tensor] = [buffer for layer in tracked(model).values() for buffer in layer.buffers()]

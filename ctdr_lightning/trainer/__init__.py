@@ -1,1 +1,1 @@
-"""What the callback does to a running Trainer, by public interfaces only."""
+"""The callback's work inside a running Trainer, by public interfaces only."""

@@ -19,9 +19,9 @@ from ctdr_lightning.trainer.strategies import is_sharded
 
 
 class CompleteFileIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its place and moves it there in one step.
+    """Writes checkpoints atomically: to a temporary file in the same folder, which then replaces the target.
 
-    Lightning writes to the system's temporary folder and moves from there; where that is another file system the move
+    Lightning writes to the system's temporary folder and moves from there; on another file system the move
     is a copy, and a process killed during it leaves half a file under the final name.
     """
 
@@ -30,8 +30,8 @@ class CompleteFileIO(TorchCheckpointIO):
         """Save to a local path completely or not at all; other paths as Lightning does.
 
         Args:
-            checkpoint: What to save.
-            path: Where to.
+            checkpoint: The checkpoint's contents.
+            path: Its target.
             storage_options: Not supported, as in Lightning.
         """
         if storage_options is not None or not _is_local(path):
@@ -43,10 +43,10 @@ class CompleteFileIO(TorchCheckpointIO):
 
     @override
     def load_checkpoint(self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None) -> Any:
-        """Load, and say what is wrong with a file that cannot be.
+        """Load a checkpoint; the error for an unreadable file gives the reason.
 
         Raises:
-            CheckpointError: When it is truncated, corrupt, or holds more than tensors and primitives.
+            CheckpointError: If it is truncated, corrupt, or holds more than tensors and primitives.
         """
         try:
             found = super().load_checkpoint(path, map_location, weights_only=weights_only is not False)

@@ -1,4 +1,4 @@
-"""What a ``training_step`` expects around it when no training runs: a trainer to ask, a log that goes nowhere."""
+"""Surroundings of a ``training_step`` without training: a stub trainer, and a log that is ignored."""
 
 from __future__ import annotations
 

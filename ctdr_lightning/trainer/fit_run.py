@@ -1,19 +1,22 @@
-"""What one fit owns, and what it does at each of Lightning's moments."""
+"""The state of one fit, and its work at each of Lightning's hooks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import ref
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.progress_bar import one_bar
 from ctdr_lightning.joint.budget_fit import BudgetFit
 from ctdr_lightning.recovery.transaction import all_or_nothing, layers_as_now
-from ctdr_lightning.trainer.accuracy.budget_choice import BudgetChoice
-from ctdr_lightning.trainer.accuracy.choosing import TrainingData
+from ctdr_lightning.trainer.accuracy.auto_rank import AutoRank
 from ctdr_lightning.trainer.accuracy.coach import Coach
+from ctdr_lightning.trainer.accuracy.training_data import TrainingData
 from ctdr_lightning.trainer.checkpoints import leave_note, write_complete_files
 from ctdr_lightning.trainer.modules import has_compiled_step, overrides
 from ctdr_lightning.trainer.options import CallbackOptions
@@ -27,15 +30,16 @@ from ctdr_lightning.trainer.structure import factorized_names, match_structure
 from ctdr_lightning.trainer.surgeon import Surgeon
 from ctdr_lightning.trainer.training_step.device import peak_flops
 from ctdr_lightning.trainer.training_step.memory_stage import MemoryStage
-from ctdr_lightning.trainer.training_step.optimizer_states import OptimizerStates
-from ctdr_lightning.trainer.training_step.retry import is_out_of_memory
-from ctdr_lightning.trainer.training_step.step_in_backward import StepInBackward
-from ctdr_lightning.trainer.training_step.step_runner import StepRunner
-from ctdr_lightning.trainer.training_step.sub_batches import SubBatches
+from ctdr_lightning.trainer.training_step.optimizer.candidate_account import candidate_account
+from ctdr_lightning.trainer.training_step.optimizer.in_backward import StepInBackward
+from ctdr_lightning.trainer.training_step.optimizer.states import OptimizerStates
+from ctdr_lightning.trainer.training_step.pipeline import StepRunner
+from ctdr_lightning.trainer.training_step.retry.retry import is_out_of_memory
+from ctdr_lightning.trainer.training_step.sub_batches.sub_batches import SubBatches
 
 
 class FitRun:
-    """The parts that carry a fit out, and one method a moment of it.
+    """The parts that carry a fit out, and what they do at each of Lightning's hooks, whose names the methods bear.
 
     Args:
         options: The callback's arguments.
@@ -48,11 +52,11 @@ class FitRun:
         in_backward: Updates parameters inside the backward, where that is asked for.
         steps: Wraps ``training_step`` and ``backward``.
         monitor: Counts batches and samples.
-        reporter: Says what the run does.
-        randomness: Takes up and saves the state of random generators.
+        reporter: Reports the run.
+        randomness: Restores and saves the state of random generators.
 
     Raises:
-        ConfigError: When recovery is asked for and nothing is decomposed.
+        ConfigError: If recovery is asked for and nothing is decomposed.
 
     Example:
         >>> run = FitRun(CallbackOptions(rank=0.5))
@@ -69,20 +73,22 @@ class FitRun:
         self.memory = MemoryStage(options)
         self.states = OptimizerStates(options.optimizer_state, options.disk_folder)
         self.in_backward = StepInBackward(asked=options.optimizer_step == "in_backward")
-        self.steps = StepRunner(self.in_backward)
-        if options.sub_batches is not None:
-            self.steps.sub_batches = SubBatches(options.sub_batches, self.memory)
+        cut = options.sub_batches
+        self._sub_batches = SubBatches(cut, self.memory) if cut is not None else None
+        self.steps = StepRunner(
+            self.memory, self.in_backward, self._sub_batches, self.coach, retries=options.retry_on_oom
+        )
         self.monitor = Monitor()
         self.reporter = Reporter(options, self.surgeon, self.memory, self.steps, self.monitor)
         self.randomness = Randomness()
-        self._choice: BudgetChoice | None = None
+        self._choice: AutoRank | None = None
         self._hook: Any = None
         self._steps_before = 0
         self._served: tuple[ref[Trainer], ref[LightningModule]] | None = None
 
     @property
     def budget_fit(self) -> BudgetFit | None:
-        """What ``rank="auto"`` chose on this rank, and what it predicts; None where nothing was chosen."""
+        """The choice of ``rank="auto"`` on this rank, and its predictions; None without a choice."""
         return self._choice.fit if self._choice is not None else None
 
     def serves(self, module: LightningModule) -> bool:
@@ -94,7 +100,7 @@ class FitRun:
         if self._hook is None:
             self._hook = module.register_load_state_dict_pre_hook(match_structure)
 
-    def set_up(self, trainer: Trainer, module: LightningModule, callback: Callback) -> None:
+    def setup(self, trainer: Trainer, module: LightningModule, callback: Callback) -> None:
         """Check that the fit can be, and decompose, before optimizers exist and before any checkpoint is read.
 
         Args:
@@ -106,12 +112,25 @@ class FitRun:
             self.coach.begin_again()
         self._served, self.randomness = (ref(trainer), ref(module)), Randomness()
         self.follow_structure(module)
-        self._check(trainer, module, callback)
+        if self._options.prefers_dense and has_compiled_step(module):
+            self.surgeon.leave_dense()  # its steps have no plan that a cut could be weighed against
+        self._or_leave_dense(partial(self._check, trainer, module, callback))
         write_complete_files(trainer.strategy)
         if not is_sharded(trainer.strategy) and overrides(module, "configure_model"):
             module.configure_model()
-        if self.surgeon.decomposes:
-            self.cut(trainer, module)
+        self._or_leave_dense(partial(self._cut_if_asked, trainer, module))
+
+    def _or_leave_dense(self, attempt: Callable[[], None]) -> None:
+        """Make an attempt; where it fails for a cut that nobody asked for, leave the layers dense and make it again."""
+        try:
+            attempt()
+        except ConfigError as error:
+            if self._options.asks_for_cuts or not self.surgeon.decomposes:
+                raise
+            self.surgeon.leave_dense()
+            attempt()
+            if self._options.verbose:
+                rank_zero_info(f"CTDR: all layers stay dense: {error.problem}")
 
     def _check(self, trainer: Trainer, module: LightningModule, callback: Callback) -> None:
         recovery, cuts = self._options.recovery, self.surgeon.decomposes
@@ -120,11 +139,16 @@ class FitRun:
         check_callbacks(trainer, callback, cuts=cuts, staged=recovery is not None and recovery.staged)
         check_compiled(module, plans=self._options.plans_memory, distills=recovery is not None and recovery.distill)
 
+    def _cut_if_asked(self, trainer: Trainer, module: LightningModule) -> None:
+        if self.surgeon.decomposes:
+            self.cut(trainer, module)
+
     def cut(self, trainer: Trainer, module: LightningModule) -> None:
-        """Decide what is decomposed, and cut what is cut before training; whole or not at all."""
+        """Decide the decomposition, and make the cuts that precede training; completely or not at all."""
         coaching = [self.coach.as_now()] if self.coach is not None else []
         shown = one_bar(self._options.verbose and trainer.is_global_zero)
         with shown, all_or_nothing(layers_as_now(module), self.surgeon.as_now(), *coaching):
+            self.surgeon.adopt(module)
             if self.coach is not None:
                 self.coach.prepare(module)
             self.surgeon.decide(module, trainer.strategy, self._decomposer(trainer))
@@ -135,30 +159,34 @@ class FitRun:
         self.reporter.fit = self.budget_fit
 
     def _decomposer(self, trainer: Trainer) -> TrainingData | None:
-        """What decomposes by the training data, on every rank alike; None where that is not asked for."""
+        """The decomposer that uses training data, on every rank alike; None if the options do not ask for it."""
         if self._options.data != "train" or self.surgeon.choices is not None:
             return None
         automatic = self._options.fits_budget and self._options.choices is None
-        self._choice = BudgetChoice(trainer, self._options) if automatic else None
+        account = partial(candidate_account, trainer, self._options)
+        self._choice = AutoRank(trainer, self._options, account) if automatic else None
         return self._choice or TrainingData(trainer)
 
-    def fit_begins(self, trainer: Trainer, module: LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Refuse to train when nothing was decomposed; a checkpoint has been read by now."""
         if not is_sharded(trainer.strategy):
             self.surgeon.check()
+        if self.surgeon.adopted:
+            self.reporter.adopted(module, self._options)
         self.reporter.print_decomposition(module)
 
-    def training_begins(self, trainer: Trainer, module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Take up the random state of a resumed run; recover from the cut of a fresh one; wrap the step."""
         self.randomness.train_start(trainer)
         if self.coach is not None:
             self.coach.train_start(trainer, module)
         self._attach(trainer, module)
         log_scalars(trainer, module, self.reporter.parameter_counts(trainer, module), on_epoch=True)
-        self.steps.counting = peak_flops(trainer) is not None
+        if peak_flops(trainer) is not None:
+            self.steps.meters.count_next()
         self.monitor.start()
 
-    def epoch_begins(self, trainer: Trainer, module: LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Cut, roll back, or change phase."""
         self.randomness.epoch_start(trainer)
         if self.coach is not None:
@@ -170,31 +198,25 @@ class FitRun:
 
     def _attach(self, trainer: Trainer, module: LightningModule) -> None:
         self.states.attach(trainer)
-        if self.steps.sub_batches is not None:
-            self.steps.sub_batches.check(trainer, module)
+        if self._sub_batches is not None:
+            self._sub_batches.check(trainer, module)
         self.in_backward.attach(trainer, module, keeps_gradients=bool(self._options.keep_gradients))
         if not has_compiled_step(module):
             self.memory.prepare(trainer, module)
-        self.steps.session = self.memory.session
-        self.steps.prepares = self.memory.make_ready
-        self.steps.copies = self.memory.copies
-        self.steps.tighten = self.memory.tighten if self._options.retry_on_oom else None
-        if self.coach is not None:
-            self.steps.wrap_step, self.steps.signature_extra = self.coach.around, self.coach.key
         self.steps.attach(module)
 
-    def batch_begins(self, trainer: Trainer) -> None:
+    def on_train_batch_start(self, trainer: Trainer) -> None:
         """Start the clock; say whether the batch is to be measured."""
         self._steps_before = trainer.global_step
-        self.steps.metering = self.monitor.meters_next(trainer) or self.memory.meters(trainer)
+        self.steps.meters.batch_begins(metered=self.monitor.meters_next(trainer) or self.memory.meters(trainer))
         self.monitor.batch_start()
 
-    def backward_done(self, module: LightningModule) -> None:
+    def on_after_backward(self, module: LightningModule) -> None:
         """The step's backward is over; under manual optimization another may follow."""
         if module.automatic_optimization:
             self.steps.backward_done()
 
-    def batch_done(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
         """Count the step, and log at the trainer's interval."""
         measured = self.steps.batch_done()
         self.memory.batch_done()
@@ -211,20 +233,20 @@ class FitRun:
             values |= self.coach.step_logs() if self.coach is not None else {}
             log_scalars(trainer, module, values, on_step=True)
 
-    def validation_begins(self, trainer: Trainer, module: LightningModule) -> None:
-        """Validation is not part of the step time, nor is what comes before it at the end of an epoch."""
+    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
+        """Validation is not part of the step time, nor is the work before it at the end of an epoch."""
         self.monitor.pause()
         if trainer.state.fn == "fit" and not trainer.sanity_checking and trainer.is_last_batch:
             self._epoch_trained(trainer, module)
 
-    def validation_done(self, trainer: Trainer) -> None:
+    def on_validation_end(self, trainer: Trainer) -> None:
         """Read the metric that recovery goes by."""
         self.monitor.resume()
         self.reporter.validated(trainer)
         if self.coach is not None and not trainer.sanity_checking and trainer.state.fn == "fit":
             self.coach.validation_end(trainer)
 
-    def epoch_done(self, trainer: Trainer, module: LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Stop when recovered."""
         self.randomness.epoch_end(trainer)
         self.monitor.pause()
@@ -241,22 +263,23 @@ class FitRun:
             self.in_backward.release()
             self.coach.epoch_trained(trainer, module)
 
-    def training_done(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: Trainer) -> None:
         """Leave the module as it was found, apart from its layers."""
         self.randomness.release(trainer)
         self.release()
 
-    def fit_done(self, trainer: Trainer, module: LightningModule) -> None:
-        """Roll back a last cut that did not recover; say what became of the run."""
+    def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
+        """Roll back a last cut that did not recover; print the summary."""
         if self.coach is not None:
             self.coach.fit_end(module)
         self.reporter.close(trainer, module, self.coach)
 
-    def failed(self, trainer: Trainer, module: LightningModule, error: BaseException) -> None:
-        """Release everything; the module stays usable. What ran out of memory is accounted for first."""
+    def on_exception(self, trainer: Trainer, module: LightningModule, error: BaseException) -> None:
+        """Release everything; the module stays usable. If memory ran out, its account is written first."""
         if is_out_of_memory(error):
             self.reporter.write_out_of_memory_report(trainer, module, error)
-        self.leave()
+        self.randomness.release(trainer)
+        self.teardown()
 
     def release(self) -> None:
         """End a step that is under way, and unwrap it."""
@@ -267,7 +290,7 @@ class FitRun:
         if self.coach is not None:
             self.coach.release()
 
-    def leave(self) -> None:
+    def teardown(self) -> None:
         """Leave the module for good."""
         self.release()
         if self._hook is not None:
@@ -275,16 +298,16 @@ class FitRun:
         self._hook = None
 
     def state(self) -> RunState:
-        """What a checkpoint keeps, apart from the random state, which is every rank's."""
+        """State for a checkpoint, without the random state, which every rank has."""
         recovery = self.coach.state_dict() if self.coach is not None else None
         return RunState(self._options.to_dict(), self.surgeon.surgery(), self.monitor.stepped, recovery)
 
-    def checkpoint_written(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Note in the file that its layers are factorized."""
         if factorized_names(module):
             leave_note(checkpoint, trainer.strategy)
 
-    def checkpoint_read(
+    def on_load_checkpoint(
         self, trainer: Trainer, module: LightningModule, state: RunState, checkpoint: dict[str, Any]
     ) -> None:
         """Refuse a checkpoint that training cannot go on from, before any time is spent."""
@@ -295,6 +318,8 @@ class FitRun:
             self.surgeon.cut(module, self.coach.progress.stage if self.coach is not None else 1)
         if decided:
             self.reporter.resumed(wished, state.options, self._options)
+        if self.coach is None and state.recovery is not None:
+            self.reporter.recovery_ends(state)
         self.randomness.load(trainer, state.random, checkpoint, at_once=not decided)
 
     def take_up(self, state: RunState) -> None:

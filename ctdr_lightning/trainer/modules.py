@@ -37,8 +37,8 @@ def load_from_checkpoint(kind: type[M], path: Any, **options: Any) -> M:
         The module, its layers factorized as they are in the checkpoint.
 
     Raises:
-        ConfigError: When ``kind`` is no LightningModule class.
-        CheckpointError: When the checkpoint cannot be read or does not fit the module.
+        ConfigError: If ``kind`` is not a LightningModule class.
+        CheckpointError: If the checkpoint cannot be read or does not fit the module.
 
     Example:
         ``model = load_from_checkpoint(MyModule, "last.ckpt")``
@@ -49,7 +49,7 @@ def load_from_checkpoint(kind: type[M], path: Any, **options: Any) -> M:
         kind.on_load_checkpoint(self, checkpoint)  # type: ignore[attr-defined]
 
     if not hasattr(kind, "load_from_checkpoint"):
-        raise ConfigError(f"{kind!r} is no LightningModule class.", "For a plain module: restore(model, path).")
+        raise ConfigError(f"{kind!r} is not a LightningModule class.", "For a plain module: restore(model, path).")
     own: Any = type(kind.__name__, (kind,), {"on_load_checkpoint": on_load_checkpoint})
     try:
         module = own.load_from_checkpoint(path, **{"weights_only": True, **options})

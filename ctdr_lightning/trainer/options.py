@@ -10,7 +10,7 @@ from typing import Any
 from ctdr_lightning.basics.checks import real
 from ctdr_lightning.basics.errors import CheckpointError, ConfigError
 from ctdr_lightning.basics.registry import Registry
-from ctdr_lightning.basics.units import parse_bytes
+from ctdr_lightning.basics.units import parse_bytes, plain_number
 from ctdr_lightning.decomposition import METHODS, Choices
 from ctdr_lightning.decomposition.choose.allocate import RESOURCES
 from ctdr_lightning.decomposition.choose.rank import RankSpec
@@ -18,21 +18,23 @@ from ctdr_lightning.joint.metric import check_metric, name_of
 from ctdr_lightning.memory import POLICIES
 from ctdr_lightning.memory.holders import HOLDERS
 from ctdr_lightning.memory.holders.places import Places
+from ctdr_lightning.memory.tape.verifier import check_verify
 from ctdr_lightning.recovery.schedule import Recovery, read_yaml
 
 OVER_BUDGET = ("auto", "raise", "least")
 IN_8_BITS = "8bit"
+AUTO, IF_NEEDED = "auto", "if_needed"
 
 
 @dataclass(frozen=True)
 class CallbackOptions:
-    """What the user asked for; the meaning of each field is told at `CTDRCallback`.
+    """The user's arguments; `CTDRCallback` documents each field.
 
     Raises:
-        ConfigError: When an argument cannot be used.
+        ConfigError: If an argument cannot be used.
     """
 
-    rank: Any = 0.5
+    rank: Any = IF_NEEDED
     method: str = "auto"
     select: Any = None
     memory_budget: int | float | str | None = None
@@ -41,7 +43,7 @@ class CallbackOptions:
     choices: Any = None
     allocate: str | None = "auto"
     data: str | None = "train"
-    max_slowdown: float = 1.0
+    max_slowdown: float | None = None
     max_loss: float | None = None
     retry_on_oom: bool = True
     keep_gradients: bool | None = None
@@ -55,30 +57,35 @@ class CallbackOptions:
     optimizer_step: str | None = None
     metric: Any = None
     sub_batches: int | str | None = None
+    verify: str = "first"
 
     def __post_init__(self) -> None:
         self._check_decomposition()
         self._check_allocation()
-        real("max_slowdown", self.max_slowdown, above=0)
+        if self.max_slowdown is not None:
+            real("max_slowdown", self.max_slowdown, above=0)
         if self.max_loss is not None:
             real("max_loss", self.max_loss, least=0)
         _known(POLICIES, "policy", self.policy)
         if self.memory_budget is not None:
+            object.__setattr__(self, "memory_budget", plain_number(self.memory_budget))  # a checkpoint holds it
             parse_bytes(self.memory_budget, total_bytes=1 << 62)
         self.places()
         if self.optimizer_state not in (None, IN_8_BITS):
             _known(HOLDERS, "optimizer_state", self.optimizer_state)
         self._check_optimizer_step()
         self._check_sub_batches()
+        check_verify(self.verify)
         for name in ("retry_on_oom", "allow_untested", "verbose"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}={getattr(self, name)!r} is no truth value.", "Write True or False.")
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.", "Write True or False.")
         if self.keep_gradients is not None and not isinstance(self.keep_gradients, bool):
             raise ConfigError(
-                f"keep_gradients={self.keep_gradients!r} is no truth value.", "Write True, False or None."
+                f"keep_gradients must be True, False or None, got {self.keep_gradients!r}.", "Write one of them."
             )
         if self.over_budget not in OVER_BUDGET:
             raise ConfigError(f"over_budget={self.over_budget!r} is not known.", f"Valid: {', '.join(OVER_BUDGET)}.")
+        self._check_work()
 
     def _check_optimizer_step(self) -> None:
         if self.optimizer_step not in ("in_backward", None):
@@ -98,62 +105,74 @@ class CallbackOptions:
         if asked is None:
             return
         if asked != "auto" and (isinstance(asked, bool) or not isinstance(asked, int) or asked < 1):
-            raise ConfigError(f"sub_batches={asked!r} is no number of sub-batches.", 'Write 4, "auto" or None.')
+            raise ConfigError(f"sub_batches={asked!r} is not a number of sub-batches.", 'Write 4, "auto" or None.')
         if asked == "auto" and self.memory_budget is None:
             raise ConfigError('sub_batches="auto" needs a budget to fit.', "Give memory_budget, or a number.")
         reason = self.cuts_hindrance(asked)
         if reason:
-            raise ConfigError(f"sub_batches={asked!r} cannot be: {reason}.", "Leave one of the two out.")
+            raise ConfigError(f"sub_batches={asked!r} is not supported here: {reason}.", "Leave one of the two out.")
 
     def cuts_hindrance(self, asked: int | str) -> str:
-        """Which other argument stands in the way of ``sub_batches``; empty where none does.
+        """Another argument that excludes ``sub_batches``; empty if there is none.
 
         Args:
-            asked: How many sub-batches there are to be.
+            asked: Requested number of sub-batches.
         """
         if self.optimizer_step is not None:
             return f"optimizer_step={self.optimizer_step!r} updates each parameter after its first gradient"
         if self.keep_gradients:
             return "keep_gradients=True asks for gradients that the first sub-batch replaces"
-        if self.fits_budget:
+        if self.rank == AUTO:
             return 'rank="auto" chooses ranks with which the whole batch fits'
         if asked == "auto" and self.recovery is not None and self.recovery.distill:
             return "recovery.distill runs a teacher beside the step, whose bytes cannot be told beforehand"
         return ""
 
+    def _check_work(self) -> None:
+        """Refuse arguments that leave nothing to do: the defaults alone plan for no budget and cut no layer."""
+        work = (
+            *(self.memory_budget, self.choices, self.recovery, self.offload, self.optimizer_state),
+            *(self.optimizer_step, self.sub_batches, self.max_slowdown),
+        )
+        if self.rank == IF_NEEDED and self.policy == "auto" and all(argument is None for argument in work):
+            raise ConfigError(
+                "neither memory_budget nor rank is given: there is nothing to plan and nothing to decompose.",
+                'Write CTDRCallback(memory_budget="8GiB"), or CTDRCallback(rank=0.5).',
+            )
+
     def _check_decomposition(self) -> None:
-        if self.rank is None or self.fits_budget:
+        methods = self.method if isinstance(self.method, list | tuple) else [self.method]
+        for method in methods:
+            if method != "auto":
+                _known(METHODS, "method", method)
+        if self.rank in (None, AUTO, IF_NEEDED):
             return
         ranks = self.rank if isinstance(self.rank, Mapping) else {"": self.rank}
         for pattern, rank in ranks.items():
             if isinstance(rank, bool) or not isinstance(rank, int | float | str | list | tuple):
                 raise ConfigError(f"rank={rank!r} is not a rank.", 'Write 0.5, 16, "vbmf" or a mapping to these.')
             RankSpec.parse(rank, f"rank[{pattern!r}]" if pattern else "rank")
-        methods = self.method if isinstance(self.method, list | tuple) else [self.method]
-        for method in methods:
-            if method != "auto":
-                _known(METHODS, "method", method)
 
     def _check_allocation(self) -> None:
         if self.data not in ("train", None):
             raise ConfigError(f"data={self.data!r} is not known.", 'Write "train", or None to go by the weights alone.')
         if self.allocate not in ("auto", "loss", None):
             _known(RESOURCES, "allocate", self.allocate)
-        if self.fits_budget and self.data is None:
+        if self.rank == AUTO and self.data is None:
             raise ConfigError('rank="auto" needs data.', 'Write data="train", or a share such as rank=0.5.')
         if self.max_loss is not None and not self.fits_budget:
             raise ConfigError(f"max_loss={self.max_loss} bounds the choice of ranks.", 'Write rank="auto" beside it.')
         if self.metric is not None and not self.fits_budget:
-            raise ConfigError("metric is what max_loss bounds in the choice of ranks.", 'Write rank="auto" beside it.')
+            raise ConfigError("metric only defines max_loss in the choice of ranks.", 'Write rank="auto" beside it.')
         check_metric(self.metric, self.max_loss)
         if self.allocate == "loss" and self.data is None:
             raise ConfigError('allocate="loss" needs data.', 'Write data="train", or allocate="parameters".')
 
     def places(self) -> Places:
-        """Where saved tensors may wait, and in what form.
+        """Places and codecs for saved tensors.
 
         Raises:
-            ConfigError: When a name is not known.
+            ConfigError: If a name is not known.
         """
         # a folder may be given for the optimizer's state alone; `Places` refuses one without saved tensors in it
         for_state_alone = self.optimizer_state == "disk" and "disk" not in (self.offload or ())
@@ -165,21 +184,41 @@ class CallbackOptions:
     @property
     def fits_budget(self) -> bool:
         """Whether ranks and plan are chosen together for the budget."""
-        return self.rank == "auto"
+        if self.rank != IF_NEEDED:
+            return self.rank == AUTO
+        others = self.policy != "auto" or self.offload is not None or self.sub_batches is not None
+        return self.memory_budget is not None and self.data is not None and not others
+
+    @property
+    def prefers_dense(self) -> bool:
+        """Whether layers are cut only if the dense model cannot be trained well enough within the budget."""
+        return self.rank == IF_NEEDED
+
+    @property
+    def asks_for_cuts(self) -> bool:
+        """Whether an argument speaks of cuts, so that one that cannot be made is an error."""
+        spoken = (self.recovery, self.select, self.choices, self.max_loss, self.metric)
+        return not self.prefers_dense or any(argument is not None for argument in spoken)
+
+    @property
+    def chooses_ranks(self) -> bool:
+        """Whether the arguments other than ``choices`` decide on ranks."""
+        return self.fits_budget or self.rank not in (None, IF_NEEDED)
 
     def decomposition(self) -> dict[str, Any] | None:
         """Arguments for `decompose`; None where nothing is decomposed."""
-        if self.rank is None or self.choices is not None:
+        if not self.chooses_ranks or self.choices is not None:
             return None
-        asked = {"rank": self.rank, "method": self.method, "select": self.select, "allocate": self.allocate}
+        rank = AUTO if self.fits_budget else self.rank
+        asked = {"rank": rank, "method": self.method, "select": self.select, "allocate": self.allocate}
         return {**asked, "recompute": self.plans_memory, "measure": False}
 
     def read_choices(self) -> Choices | None:
         """The given choices, read from their file where they are one.
 
         Raises:
-            CheckpointError: When the file cannot be read.
-            ConfigError: When it holds no choices.
+            CheckpointError: If the file cannot be read.
+            ConfigError: If it holds no choices.
         """
         given = read_yaml(self.choices) if isinstance(self.choices, str) else self.choices
         return given if given is None or isinstance(given, Choices) else Choices.from_dict(given)
@@ -189,7 +228,7 @@ class CallbackOptions:
         """Whether steps run under a memory plan."""
         if self.memory_budget is not None:
             return True
-        time_to_spend = self.rank is not None or self.choices is not None or self.max_slowdown > 1
+        time_to_spend = self.chooses_ranks or self.choices is not None or (self.max_slowdown or 1.0) > 1
         return self.policy != "keep" and (self.policy != "auto" or time_to_spend)
 
     def to_dict(self) -> dict[str, Any]:
@@ -203,10 +242,10 @@ class CallbackOptions:
 
     @classmethod
     def arguments(cls, plain: Any) -> dict[str, Any]:
-        """The callback's arguments from what :meth:`to_dict` gave.
+        """The callback's arguments from the output of :meth:`to_dict`.
 
         Raises:
-            CheckpointError: When it is something else.
+            CheckpointError: If it is something else.
         """
         if not isinstance(plain, Mapping) or not set(plain) <= set(cls.__dataclass_fields__):
             raise CheckpointError(

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a run: one record, written and read in one place."""
+"""State of a run in a checkpoint: one record, written and read in one place."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class RunState:
 
     Attributes:
         options: The callback's arguments, as primitives.
-        surgery: What is decomposed and how.
+        surgery: The decomposition.
         stepped: Batches after which an optimizer stepped, as Lightning's loggers count them.
-        recovery: Where recovery stands, in primitives and tensors; None without recovery. The coach reads it.
-        random: Every rank's random state; None where the checkpoint holds none.
+        recovery: Progress of the recovery, in primitives and tensors; None without recovery. The coach reads it.
+        random: Every rank's random state; None if the checkpoint holds none.
 
     Example:
         >>> state = RunState({"rank": 0.5}, Surgery(None, [], 0), stepped=3)
@@ -35,7 +35,7 @@ class RunState:
     random: Any = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Primitives and tensors, with the format's version; what is None is left out."""
+        """Primitives and tensors, with the format's version; fields that are None are left out."""
         state = {
             "version": VERSION,
             "options": dict(self.options),
@@ -48,10 +48,10 @@ class RunState:
 
     @classmethod
     def from_dict(cls, state: Any) -> RunState:
-        """Read what `to_dict` gave.
+        """Read the output of `to_dict`.
 
         Raises:
-            CheckpointError: When there is no such state, when it is of another version, or when it is damaged.
+            CheckpointError: If there is no such state, when it is of another version, or when it is damaged.
         """
         if not isinstance(state, Mapping):
             raise CheckpointError(
@@ -70,8 +70,12 @@ class RunState:
                     f"The checkpoint's CTDR state is damaged: its {name!r} is a {type(value).__name__}.",
                     "Use an earlier checkpoint.",
                 )
+        if isinstance(stepped, bool) or not isinstance(stepped, int) or stepped < 0:
+            raise CheckpointError(
+                f"The checkpoint's CTDR state is damaged: its 'stepped' is {stepped!r}.", "Use an earlier checkpoint."
+            )
         surgery = Surgery.from_dict(state.get("surgery"))
-        return cls(dict(options or {}), surgery, int(stepped or 0), state.get("recovery"), state.get("random"))
+        return cls(dict(options or {}), surgery, stepped, state.get("recovery"), state.get("random"))
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Any, key: str) -> RunState:

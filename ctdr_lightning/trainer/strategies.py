@@ -1,6 +1,6 @@
-"""Which strategies work, why the others do not, and what a change of the model's parameters takes in each.
+"""Supported strategies, the reasons against the others, and the steps of a parameter exchange in each.
 
-Classes are told apart by name, so that ``pytorch_lightning`` and ``lightning`` are served alike.
+Classes are distinguished by name, so that ``pytorch_lightning`` and ``lightning`` are served alike.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def check_strategy(strategy: Any, *, cuts: bool, changes: bool, allow_untested: 
         allow_untested: Go on, with a warning, where nothing is known to be wrong for sure.
 
     Raises:
-        ConfigError: Naming the strategy, the reason and what to use instead.
+        ConfigError: With the strategy, the reason and an alternative.
     """
     names = _classes(strategy)
     _check_launcher(strategy, cuts)
@@ -74,8 +74,8 @@ def check_strategy(strategy: Any, *, cuts: bool, changes: bool, allow_untested: 
 def _check_launcher(strategy: Any, cuts: bool) -> None:
     if cuts and _SPAWNS in _classes(getattr(strategy, "launcher", None)):
         raise ConfigError(
-            "rank is given under a strategy that starts its processes from this one (ddp_spawn, ddp_notebook): the"
-            " model here would stay dense, and Lightning would drop the factors that those processes trained.",
+            "layers cannot be decomposed under a strategy that starts its processes from this one (ddp_spawn, "
+            "ddp_notebook): the model here would stay dense, and Lightning would drop the factors trained there.",
             "In a script use strategy='ddp'. In a notebook call ctdr_lightning.decompose(model, rank=...) before fit,"
             " and give CTDRCallback(rank=None).",
         )
@@ -84,7 +84,7 @@ def _check_launcher(strategy: Any, cuts: bool) -> None:
 def _check_sharded(cuts: bool, changes: bool) -> None:
     if cuts:
         raise ConfigError(
-            "rank is given under ModelParallelStrategy, which shards layers before the callback could decompose them.",
+            "layers cannot be decomposed under ModelParallelStrategy, which shards them before the callback could.",
             "Call ctdr_lightning.decompose(self, ...) in configure_model, before fully_shard; here rank=None.",
         )
     if changes:
@@ -108,8 +108,8 @@ def check_callbacks(trainer: Any, callback: Any, *, cuts: bool, staged: bool) ->
     """
     if cuts and any(_PRUNES in _classes(other) for other in trainer.callbacks):
         raise ConfigError(
-            "ModelPruning is given beside rank: it would prune the dense layers that are exchanged, and takes the bias"
-            " of a factorized layer for a parameter of its own.",
+            "layers cannot be decomposed beside ModelPruning: it would prune the dense ones that are exchanged, and "
+            "takes the bias of a factorized layer for a parameter of its own.",
             "Prune in a run of its own, later: ModelPruning(..., parameter_names=['weight']) without CTDRCallback.",
         )
     position = trainer.callbacks.index(callback)
@@ -122,15 +122,15 @@ def check_callbacks(trainer: Any, callback: Any, *, cuts: bool, staged: bool) ->
                 f"staged recovery changes layers while {name} averages the old ones.",
                 f"Use one-shot recovery (no layers_per_stage, no cut_epochs), or leave {name} out.",
             )
-        if index < position:
+        if cuts and index < position:
             raise ConfigError(
-                f"{name} stands before CTDRCallback and would copy the model before it is decomposed.",
+                f"{name} comes before CTDRCallback and would copy the model before it is decomposed.",
                 f"Write callbacks=[CTDRCallback(...), {name}(...)].",
             )
 
 
 def check_compiled(module: object, *, plans: bool, distills: Any) -> None:
-    """Say what cannot be done for a module whose whole step is compiled.
+    """Check the limits for a module whose whole step is compiled.
 
     Args:
         module: The LightningModule.
@@ -138,7 +138,7 @@ def check_compiled(module: object, *, plans: bool, distills: Any) -> None:
         distills: Whether a teacher is to be listened to.
 
     Raises:
-        ConfigError: When a teacher is, whose term would have to enter the compiled step.
+        ConfigError: If a teacher is, whose term would have to enter the compiled step.
     """
     if not has_compiled_step(module):
         return
@@ -149,7 +149,7 @@ def check_compiled(module: object, *, plans: bool, distills: Any) -> None:
         )
     if plans:
         rank_zero_warn(
-            "CTDR: the module is compiled, so torch's partitioner decides what is kept; memory_budget and policy"
+            "CTDR: the module is compiled, so torch's partitioner chooses the kept tensors; memory_budget and policy"
             " are not used. Compile a submodule, or set torch._functorch.config.activation_memory_budget."
         )
 

@@ -20,10 +20,10 @@ def match_structure(module: nn.Module, state_dict: Mapping[str, Any], prefix: st
     Args:
         module: Changed in place.
         state_dict: Names and tensors.
-        prefix: What the module's own names start with in ``state_dict``.
+        prefix: Prefix of the module's own names in ``state_dict``.
 
     Raises:
-        CheckpointError: When the state dict holds factors that fit no layer.
+        CheckpointError: If the state dict holds factors that fit no layer.
     """
     if isinstance(state_dict, MutableMapping):
         state_dict.pop(NOTE, None)

@@ -12,8 +12,8 @@ from torch import nn
 
 from ctdr_lightning.basics.errors import CheckpointError, ConfigError, CTDRError
 from ctdr_lightning.decomposition import Choices, Report, decompose
-from ctdr_lightning.decomposition.losses import LossyLayerWarning
-from ctdr_lightning.decomposition.report import LayerReport
+from ctdr_lightning.decomposition.choose.select import find_layers
+from ctdr_lightning.decomposition.report import LayerReport, LossyLayerWarning, report_of
 from ctdr_lightning.recovery.decisions import split
 from ctdr_lightning.recovery.duplicate import duplicate
 from ctdr_lightning.recovery.schedule import Recovery
@@ -21,7 +21,7 @@ from ctdr_lightning.recovery.transaction import PutBack
 
 Outcome = tuple[CTDRError | None, Choices | None, list[list[str]]]
 
-_REMEDIES = {  # by rank rule: what makes it ask for less
+_REMEDIES = {  # by rank rule: a change that lowers its request
     "error": "Raise the error",
     "energy": "Lower the energy",
     "vbmf": "Give a share such as rank=0.5",
@@ -30,7 +30,7 @@ _REMEDIES = {  # by rank rule: what makes it ask for less
 
 @dataclass(frozen=True)
 class Surgery:
-    """What is decided about a model, as a checkpoint keeps it.
+    """Decisions about a model, in the form of a checkpoint.
 
     Attributes:
         choices: Method and ranks of each layer; None where nothing is decided yet.
@@ -49,10 +49,10 @@ class Surgery:
 
     @classmethod
     def from_dict(cls, state: Any) -> Surgery:
-        """Read what `to_dict` gave.
+        """Read the output of `to_dict`.
 
         Raises:
-            CheckpointError: When it is something else.
+            CheckpointError: If it is something else.
         """
         given: Mapping[str, Any] = state if isinstance(state, Mapping) else {}
         stages, counted = given.get("stages"), given.get("parameters_before")
@@ -72,7 +72,7 @@ def _are_names(names: Any) -> bool:
 
 
 class Decomposer(Protocol):
-    """Decomposes a model by what it knows beside the weights."""
+    """Decomposes a model by knowledge beyond its weights."""
 
     def decompose(self, module: Any, options: Mapping[str, Any], change: bool) -> Report:
         """Decompose in place where ``change``, else only find the choices."""
@@ -85,6 +85,13 @@ class Surgeon:
         options: Arguments for `decompose`; None where nothing is decomposed.
         choices: Choices to follow instead.
         recovery: Says into how many stages the layers are split.
+
+    Attributes:
+        choices: The choice for each layer; None before the decision.
+        report: Of the cut on rank 0.
+        parameters_before: Parameters of the dense model.
+        stages: Names of the layers that are cut together, in the order of the cuts.
+        adopted: Whether the layers were cut before this run, so that its own arguments choose none.
     """
 
     def __init__(self, options: Mapping[str, Any] | None, choices: Choices | None, recovery: Recovery | None) -> None:
@@ -95,16 +102,42 @@ class Surgeon:
         self.report: Report | None = None
         self.parameters_before = 0
         self.stages: list[list[str]] = []
+        self.adopted = False
 
     @property
     def decomposes(self) -> bool:
         """Whether layers are decomposed at all."""
         return self._options is not None or self._given is not None
 
+    def leave_dense(self) -> None:
+        """Decompose nothing, as if no rank had been asked for."""
+        self._options = None
+
+    def adopt(self, model: nn.Module) -> None:
+        """Take over the layers of a model that is cut already, where they are among those that were to be cut.
+
+        Raises:
+            ConfigError: If the arguments name layers that the model has not.
+        """
+        if not self.decomposes or self.choices is not None:
+            return
+        found = report_of(model)
+        cut = {row.name: (row.method, row.ranks) for row in found.layers}
+        if not cut or not self._wants(model, cut):
+            return
+        self.choices, self.stages, self.adopted = found.choices, [list(cut)], True
+        self.parameters_before = found.parameters_before
+
+    def _wants(self, model: nn.Module, cut: Mapping[str, Any]) -> bool:
+        if self._given is not None:
+            return all(cut.get(name) == (c.method, c.ranks) for name, c in self._given.factorized.items())
+        select = self._options.get("select") if self._options is not None else None
+        return any(layer.name in cut for layer in find_layers(model, select))
+
     def decide(self, model: Any, strategy: Any, decomposer: Decomposer | None = None) -> None:
         """Choose ranks on rank 0, tell the others, and split the layers into stages.
 
-        One-shot decomposition is carried out on rank 0 on the way; otherwise the model is left as it is.
+        One-shot decomposition is carried out on rank 0 on the way; otherwise the model stays unchanged.
 
         Args:
             model: Dense; its weights are read.
@@ -117,18 +150,23 @@ class Surgeon:
         """
         if not self.decomposes or self.choices is not None:
             return
-        self.parameters_before = sum(parameter.numel() for parameter in model.parameters())
+        there = report_of(model)
+        self.parameters_before = there.parameters_before
         found: Any = self._decide_here(model, decomposer) if strategy.is_global_zero else None
         problem, self.choices, self.stages = strategy.broadcast(found)
         if problem is not None:
             raise problem
+        if self.choices is not None and there.layers:  # other layers were cut by hand; they belong to the first stage
+            self.choices = Choices({**self.choices.layers, **there.choices.layers})
+            first, *later = self.stages or [[]]
+            self.stages = [[row.name for row in there.layers] + first, *later]
 
     def as_now(self) -> PutBack:
-        """Remember what is decided; the result puts it back."""
-        before = self.choices, self.report, self.parameters_before, self.stages
+        """Remember the decisions; the result restores them."""
+        before = self.choices, self.report, self.parameters_before, self.stages, self.adopted
 
         def put_back() -> None:
-            self.choices, self.report, self.parameters_before, self.stages = before
+            self.choices, self.report, self.parameters_before, self.stages, self.adopted = before
 
         return put_back
 
@@ -138,11 +176,11 @@ class Surgeon:
         Ranks that depend on the weights find nothing in a fresh model that is about to be loaded.
 
         Raises:
-            ConfigError: When no layer is, with each layer's reason.
+            ConfigError: If no layer is, with each layer's reason.
         """
-        if not self.decomposes or self.choices is not None:
+        if self._options is None or self.choices is not None:
             return
-        rank = self._options["rank"] if self._options is not None else None
+        rank = self._options["rank"]
         rules = {str(r).partition("=")[0].strip() for r in (rank.values() if isinstance(rank, Mapping) else [rank])}
         raise ConfigError(
             f"nothing is decomposed: {self._why_nothing(rank)}.",
@@ -154,12 +192,10 @@ class Surgeon:
         """The reason of one layer, for all of them."""
         rows = self.report.layers if self.report is not None else ()
         if not rows:
-            return "see rank 0" if self.report is None else "no layer of a kind that can be is selected"
+            return "see rank 0" if self.report is None else "no layer of a supported kind is selected"
         largest = max(rows, key=lambda row: row.parameters_before)
         reason = f"({largest.name}: {largest.reason.split(';')[0]})"
-        if rank is None:
-            return f"the choices keep all {len(rows)} layers dense {reason}"
-        return f"rank={rank!r} is met by none of {len(rows)} layers {reason}"
+        return f"rank={rank!r} is met by no layer of {len(rows)} {reason}"
 
     def _decide_here(self, model: Any, decomposer: Decomposer | None) -> Outcome:
         staged = self._recovery is not None and self._recovery.staged
@@ -173,7 +209,8 @@ class Surgeon:
             return error.with_traceback(None), None, []
         self.report = report
         if not report.factorized:
-            return None, report.choices if options.get("rank") == "auto" else None, []
+            decided = self._given is not None or options["rank"] == "auto"  # that all layers stay dense
+            return None, report.choices if decided else None, []
         order = sorted(report.factorized, key=_tolerance)
         return None, report.choices, split([row.name for row in order], self._recovery)
 
@@ -192,18 +229,18 @@ class Surgeon:
             decompose(model, choices=self.choices.only(names), progress=False)
 
     def surgery(self) -> Surgery:
-        """What a checkpoint keeps."""
+        """State for a checkpoint."""
         return Surgery(self.choices, self.stages, self.parameters_before)
 
     def load(self, state: Surgery, model_names: set[str] | None = None) -> None:
         """Take choices and stages from a checkpoint.
 
         Args:
-            state: What `surgery` gave.
+            state: Value of `surgery`.
             model_names: The model's factorized layers.
 
         Raises:
-            CheckpointError: When the model's factorized layers are not among the choices.
+            CheckpointError: If the model's factorized layers are not among the choices.
         """
         strange = (model_names or set()) - {name for names in state.stages for name in names}
         if strange:
@@ -214,6 +251,7 @@ class Surgeon:
         if state.choices is None:
             return  # saved before anything was decided: this run's own decision holds
         self.choices, self.stages, self.parameters_before = state.choices, state.stages, state.parameters_before
+        self.adopted = False
 
 
 def _tolerance(row: LayerReport) -> float:

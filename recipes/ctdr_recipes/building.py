@@ -9,8 +9,10 @@ from typing import Any
 
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
+from omegaconf import DictConfig, OmegaConf
 
 from ctdr_lightning.basics.errors import ConfigError, CTDRError
+from ctdr_recipes.resume import flat
 
 EXTRAS = {
     "sklearn": "recipes", "matplotlib": "recipes", "mlxtend": "recipes", "rich": "recipes", "tensorboard": "recipes",
@@ -45,9 +47,26 @@ def missing(error: ModuleNotFoundError) -> ConfigError:
         >>> print(missing(ModuleNotFoundError("No module named 'timm'", name="timm")).hint)
         pip install 'ctdr-lightning[models]'
     """
-    package = (error.name or "").partition(".")[0]
+    # Lightning's loggers raise without a name and quote the requirement: Module not found: 'wandb'. HINT: ...
+    quoted = re.search(r"'([\w.-]+)", str(error))
+    package = (error.name or (quoted[1] if quoted else "")).partition(".")[0]
+    if not package:
+        return ConfigError(f"A package is not installed: {error}.", "Install what it names.")
     wanted = f"'ctdr-lightning[{EXTRAS[package]}]'" if package in EXTRAS else package
     return ConfigError(f"The package {package} is not installed.", f"pip install {wanted}")
+
+
+def check_complete(config: DictConfig) -> None:
+    """Refuse a config with values that only the user knows, all at once.
+
+    Raises:
+        ConfigError: With each value that is missing.
+    """
+    missed = [name for name, value in flat(OmegaConf.to_container(config)) if value == "???"]
+    if missed:
+        raise ConfigError(
+            f"The config lacks {', '.join(missed)}.", f"Write {' '.join(f'{name}=VALUE' for name in missed)}."
+        )
 
 
 def _readable(error: InstantiationException, config: Any) -> Exception:

@@ -105,7 +105,7 @@ def run(name: str, arguments: Sequence[str]) -> None:
     recipe = recipes()[name]
     try:
         if recipe.trains:
-            # Hydra's parser takes overrides in one row only: no option may stand between two of them.
+            # Hydra's parser takes overrides in one row only: no option may come between two of them.
             overrides = [word for word in arguments if "=" in word and not word.startswith("-")]
             options = [word for word in arguments if word not in overrides]
             with _command_line([*options, f"experiment={name}", *overrides]):

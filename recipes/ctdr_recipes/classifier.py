@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics.classification import MulticlassAccuracy
 
+from ctdr_lightning.basics.errors import ConfigError
+
 
 class Classifier(LightningModule):
     """Cross-entropy training of any network that maps images to logits; logs loss and accuracy.
@@ -90,7 +92,15 @@ def cnn(widths: Sequence[int], strides: Sequence[int], in_channels: int = 1, n_c
 
     Returns:
         A network from images ``(N, in_channels, H, W)`` to logits ``(N, n_classes)``.
+
+    Raises:
+        ConfigError: When there are not as many strides as widths.
     """
+    if len(widths) != len(strides):
+        raise ConfigError(
+            f"The network has {len(widths)} widths and {len(strides)} strides.",
+            "Give one of each for each convolution: model.net.widths=[8,16] model.net.strides=[1,2].",
+        )
     stages: dict[str, nn.Module] = {}
     channels = in_channels
     for number, (width, stride) in enumerate(zip(widths, strides, strict=True)):

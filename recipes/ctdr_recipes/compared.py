@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ from omegaconf import DictConfig
 
 from ctdr_lightning.basics.errors import CTDRError
 from ctdr_lightning.basics.files import write_text
-from ctdr_lightning.evaluate.pages.comparison_page import comparison_page, comparison_text
-from ctdr_lightning.evaluate.pages.run_folder import read_runs
+from ctdr_lightning.pages.comparison_page import comparison_page, comparison_text
+from ctdr_lightning.pages.run_folder import read_runs
 
 PAGE, TABLE = "comparison.html", "comparison.md"
 _log = logging.getLogger(__name__)
@@ -21,16 +22,25 @@ _log = logging.getLogger(__name__)
 class CompareRuns(Callback):
     """Hydra's callback: after the last run of ``--multirun`` it writes ``comparison.html`` and ``comparison.md``.
 
-    Runs without a logger leave nothing to compare: then it says so and the sweep ends well.
+    Runs without a logger leave nothing to compare: then it says so and the sweep ends well. A sweep with points that
+    failed is compared as well.
     """
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Compare at the latest when the process ends: Hydra tells nobody of the end of a sweep with a failed point."""
+        atexit.register(_compare_and_say, Path(config.hydra.sweep.dir).absolute())
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Compare whatever runs lie in the sweep's folder, those of earlier starts too."""
-        folder = Path(config.hydra.sweep.dir)
-        try:
-            _log.info("%s\n%s", folder / PAGE, compare(folder))
-        except CTDRError as error:
-            _log.warning("The sweep's runs cannot be compared: %s", error)
+        atexit.unregister(_compare_and_say)
+        _compare_and_say(Path(config.hydra.sweep.dir))
+
+
+def _compare_and_say(folder: Path) -> None:
+    try:
+        _log.info("%s\n%s", folder / PAGE, compare(folder))
+    except CTDRError as error:
+        _log.warning("The sweep's runs cannot be compared: %s", error)
 
 
 def compare(folder: Path) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from ctdr_lightning.basics.errors import ConfigError
+from ctdr_recipes.building import missing
 from ctdr_recipes.resume import ResumableLoader
 
 _TEST_SHARE = 0.4
@@ -101,7 +102,8 @@ class ImageFolderData(LightningDataModule):
         n_workers: Processes that load images.
 
     Raises:
-        ConfigError: In ``setup``, when a folder is missing, or holds another number of classes or other classes.
+        ConfigError: In ``setup``, when a folder is missing, or holds another number of classes or other classes, or
+            torchvision is not installed.
     """
 
     def __init__(
@@ -152,7 +154,10 @@ class ImageFolderData(LightningDataModule):
                 f"data.root={str(self.root)!r} has no folder {split!r}.",
                 f"Put the images into {folder}/<class>/ (ImageNet's layout), or point data.root elsewhere.",
             )
-        from torchvision.datasets import ImageFolder
+        try:
+            from torchvision.datasets import ImageFolder
+        except ModuleNotFoundError as error:
+            raise missing(error) from error
 
         images = ImageFolder(str(folder), transform=_transform(self.image_size, augment))
         if len(images.classes) != self.n_classes:

@@ -34,10 +34,10 @@ from ctdr_lightning import CTDRCallback, Recovery, __version__
 from ctdr_lightning.basics.files import write_text
 from ctdr_lightning.basics.progress_bar import track
 from ctdr_lightning.basics.units import format_bytes, format_seconds
-from ctdr_lightning.evaluate.measure import MemoryUse, one_thread
 from ctdr_lightning.recovery import Phase
 from ctdr_recipes.classifier import Classifier, cnn
 from ctdr_recipes.data import DigitsData
+from ctdr_recipes.measure import MemoryUse, one_thread
 from ctdr_recipes.meter import StepMeter
 from ctdr_recipes.picture import draw_memory
 
@@ -56,7 +56,7 @@ PLANNING_BATCHES = 4
 
 @dataclass(frozen=True)
 class Effort:
-    """How long the demo takes.
+    """The length of the demo.
 
     Attributes:
         dense_epochs: Epochs of the dense network.

@@ -20,6 +20,7 @@ import torch
 
 from ctdr_lightning import __version__
 from ctdr_lightning.basics.files import write_text
+from ctdr_lightning.memory.recorder.precision import PRECISIONS
 from ctdr_recipes.csv_text import csv_of
 from ctdr_recipes.evaluation.learned import TASKS, learn
 from ctdr_recipes.evaluation.measured import measure
@@ -37,10 +38,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:2], help="the first two by default")
     parser.add_argument("--nets", nargs="+", choices=list(FULL), default=list(FULL), help="all by default")
     parser.add_argument("--device", default="a100", help="the GPU that predictions are for; a100 by default")
+    parser.add_argument("--precision", choices=list(PRECISIONS), default="32-true", help="of the predictions")
     parser.add_argument("--folder", type=Path, default=Path("outputs/evaluation"))
     options = parser.parse_args(arguments)
     path = options.folder / "evaluation.json"
-    found = Evaluation.from_json(path.read_text()) if path.exists() else Evaluation(_about(options.device))
+    found = (
+        Evaluation.from_json(path.read_text())
+        if path.exists()
+        else Evaluation(_about(options.device, options.precision))
+    )
     asked = {*options.parts, *(["predicted"] if "batches" in options.parts else [])}
     for name in options.nets:
         for part in (part for part in PARTS[:3] if part in asked):
@@ -68,8 +74,8 @@ def _with_net(found: Evaluation, name: str, part: str, options: argparse.Namespa
     if part == "batches":
         own = [row for row in found.rows if (row.net, row.source) == (name, "predicted")]
         others = [row for row in found.rows if row not in own]
-        return replace(found, rows=(*others, *with_batches(own, FULL[name], options.device)))
-    rows, anatomies = predict(name, FULL[name], options.device)
+        return replace(found, rows=(*others, *with_batches(own, FULL[name], options.device, options.precision)))
+    rows, anatomies = predict(name, FULL[name], options.device, options.precision)
     return replace(found, rows=(*found.rows, *rows), anatomies=(*found.anatomies, *anatomies))
 
 
@@ -80,9 +86,9 @@ def _write(found: Evaluation, folder: Path) -> None:
     draw_evaluation(found.rows, folder / "evaluation.png")
 
 
-def _about(device: str) -> dict[str, str]:
+def _about(device: str, precision: str) -> dict[str, str]:
     return {
-        "predictions": f"for one {device} by a roofline model; workspaces of its kernels are not counted",
+        "predictions": f"for one {device} in {precision} by a roofline model, with its own kernels; none was run",
         "measurements": f"{platform.machine()} processor, one thread, true peaks with weights, gradients and Adam",
         "versions": f"ctdr-lightning {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
     }

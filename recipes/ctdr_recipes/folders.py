@@ -1,4 +1,4 @@
-"""Where the configs are: beside an installed or a copied script, at the top of a checkout."""
+"""The folder of the configs: beside an installed or a copied script, at the top of a checkout."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
 
-from ctdr_lightning.evaluate.measure import MemoryProfile, MemoryUse, training_tensors
+from ctdr_recipes.measure import MemoryProfile, MemoryUse, training_tensors
 
 
 class StepMeter(Callback):

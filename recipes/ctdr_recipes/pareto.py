@@ -162,14 +162,20 @@ def _traces(options: argparse.Namespace) -> Iterator[tuple[float, Trace]]:
     for rank in dict.fromkeys([1.0, *options.ranks]):
         twin = model if rank == 1 else structure_of(model, shapes_at(model, rank))
         states = 2 * sum(p.numel() * p.element_size() for p in twin.parameters() if p.requires_grad)
-        yield rank, record_fake(twin, batch, step_of(twin), device=options.device).with_static(states)
+        yield (
+            rank,
+            record_fake(twin, batch, step_of(twin), device=options.device, precision=options.precision).with_static(
+                states
+            ),
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", required=True, metavar="MODULE:CALLABLE", help="what builds the model")
     parser.add_argument("--input", required=True, action="append", metavar="[NAME=]SHAPE[:DTYPE]", help="its batch")
-    parser.add_argument("--device", help="device whose speed is assumed, such as a100; this processor by default")
+    parser.add_argument("--device", help="GPU that the step is for, such as a100; this processor by default")
+    parser.add_argument("--precision", help="such as bf16-mixed; what the model sets by default")
     parser.add_argument("--ranks", nargs="+", type=float, default=[1.0, 0.5, 0.25], help="shares; 1 is dense")
     parser.add_argument("--budgets", nargs="+", type=float, default=[1.0, 0.7, 0.5, 0.4, 0.3], help="of the dense peak")
     parser.add_argument("--policies", nargs="+", default=["auto", "capuchin", "sqrt"])

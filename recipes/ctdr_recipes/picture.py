@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ctdr_lightning.basics.units import MIB
-from ctdr_lightning.evaluate.measure import MemoryUse
+from ctdr_recipes.measure import MemoryUse
 
 _COLOURS = ("#9aa0a6", "#1a73e8", "#d93025")
 _INK = "#3c4043"
@@ -18,7 +18,7 @@ def draw_memory(uses: Mapping[str, MemoryUse], path: Path, title: str) -> None:
     Args:
         uses: What was measured, by the name in the legend; the first is the one to compare with.
         path: Where the picture goes; its ending says which format.
-        title: Stands above the picture.
+        title: Shown above the picture.
     """
     import matplotlib
 

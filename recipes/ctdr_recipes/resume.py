@@ -95,7 +95,6 @@ class Resume(Callback):
         super().__init__()
         self._config = dict(flat(config))
         self._random = Randomness()
-        self._place: list[Mapping[str, int]] = []
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the config and the random state of every rank."""
@@ -114,17 +113,10 @@ class Resume(Callback):
             rank_zero_warn("The checkpoint holds no config: whether it is of this run cannot be checked.")
             return
         check_same(saved["config"], self._config)
-        self._place = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
         self._random.load(trainer, saved["random"], checkpoint)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take up the random state and the place in the data."""
-        # A schedule that asks for `estimated_stepping_batches` has Lightning make the loader before it has read where
-        # that loader was, and it does not look again.
-        loader, place = trainer.train_dataloader, self._place
-        if place and isinstance(loader, ResumableLoader):
-            loader.load_state_dict(place[0])
-        self._place = []
+        """Take up the random state."""
         self._random.train_start(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

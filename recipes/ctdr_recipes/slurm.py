@@ -1,4 +1,4 @@
-"""What ``launch=slurm`` submits is checked before it waits in a queue: SLURM's tasks are the Trainer's devices.
+"""Jobs of ``launch=slurm`` are checked before they wait in a queue: SLURM's tasks are the Trainer's devices.
 
 Lightning finds a wrong number of tasks too, but in the job, which may be hours later.
 """

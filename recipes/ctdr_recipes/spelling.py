@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.errors import OverrideParseException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from ctdr_lightning.basics.errors import ConfigError
@@ -38,6 +40,7 @@ def check_overrides(arguments: Sequence[str], folder: Path) -> None:
     words = [word for word in arguments if not word.startswith("-") and "=" in word]
     overrides = [found for found in _parsed(words) if not (found.is_add() or found.is_delete())]
     _check_folders(overrides, folder)
+    _check_sweeper(overrides)
     groups = _groups(folder)
     chosen = [found for found in overrides if found.key_or_group in groups]
     for override in chosen:
@@ -51,7 +54,20 @@ def check_overrides(arguments: Sequence[str], folder: Path) -> None:
 
 
 def _parsed(words: Sequence[str]) -> list[Override]:
-    return OverridesParser.create().parse_overrides(list(words))
+    try:
+        return OverridesParser.create().parse_overrides(list(words))
+    except OverrideParseException as error:
+        raise ConfigError(
+            f"The override {error.override!r} cannot be read.",
+            "Write key=value; quote what has brackets, spaces or commas for the shell: 'key=[1,2]'.",
+        ) from error
+
+
+def _check_sweeper(overrides: Sequence[Override]) -> None:
+    chosen = [_values(override) for override in overrides if override.key_or_group == "hydra/sweeper"]
+    for name in (name for names in chosen for name in names):
+        if name == "optuna" and find_spec("hydra_plugins.hydra_optuna_sweeper") is None:
+            raise ConfigError("hydra/sweeper=optuna is not installed.", "pip install 'ctdr-lightning[optuna]'")
 
 
 def _check_folders(overrides: Sequence[Override], folder: Path) -> None:

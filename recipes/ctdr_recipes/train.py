@@ -17,12 +17,15 @@ import sys
 from typing import Any
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
+from hydra.types import RunMode
 from lightning import Callback, LightningModule, Trainer, seed_everything
 from omegaconf import DictConfig, OmegaConf
 
 from ctdr_lightning.basics.errors import ConfigError, CTDRError
 from ctdr_lightning.decomposition.layers.from_checkpoint import restore
-from ctdr_recipes.building import build
+from ctdr_recipes.building import build, check_complete
 from ctdr_recipes.folders import configs_of
 from ctdr_recipes.resume import Resume
 from ctdr_recipes.slurm import check_slurm
@@ -60,6 +63,7 @@ def train(config: DictConfig) -> dict[str, float]:
     Returns:
         The metrics of the last validation, and of the test where the config asks for one.
     """
+    check_complete(config)
     seed_everything(config.seed, workers=True)
     data = build(config.data)
     model: LightningModule = build(config.model)
@@ -123,8 +127,17 @@ def _primitives(config: DictConfig) -> dict[str, Any]:
 
 @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")
 def main(config: DictConfig) -> float | None:
-    """Train, print the metrics and return validation accuracy, which is what a sweep maximises."""
-    scores = train(config)
+    """Train, print the metrics and return validation accuracy, which is what a sweep maximises.
+
+    Raises:
+        CompactHydraException: In the place of an error of ours: Hydra prints it without a traceback.
+    """
+    try:
+        scores = train(config)
+    except CTDRError as error:
+        if HydraConfig.get().mode is RunMode.MULTIRUN:
+            _log.error("%s", error)  # of a sweep's failed points Hydra says the first alone
+        raise CompactHydraException(f"ctdr: {error}") from error
     for name in sorted(scores):
         _log.info("%s = %.4f", name, scores[name])
     return scores.get("val/acc")

@@ -1,7 +1,7 @@
 import pytest
 
-from benchmarks.figures import write_figures
-from benchmarks.joint import MIB, Figure, medians, table
+from benchmarks.harness import write_figures
+from benchmarks.joint import BENCHMARK, MIB, Figure, medians
 
 
 def test_the_table_says_what_a_way_costs_and_which_budget_it_does_not_reach(tmp_path):
@@ -13,7 +13,7 @@ def test_the_table_says_what_a_way_costs_and_which_budget_it_does_not_reach(tmp_
         Figure("D", 45 * MIB, "fit_to_budget", 44 * MIB, 0.934, 99.3, 12.3, 44 * MIB, 0.95, 3, 2),
     ]
     write_figures(tmp_path / "joint.json", rows=figures)
-    lines = table((tmp_path / "joint.json").read_text()).splitlines()
+    lines = BENCHMARK.table((tmp_path / "joint.json").read_text(), "table").splitlines()
     ours = "44.0 MiB, x0.93, 99.3 (2 of 3 seeds) | 44.0 MiB, x0.95 | 12 s"
     assert lines[2:-2] == [f"| D, 45.0 MiB | 74.0 MiB, 99.26 | no: 50.0 MiB | no: 57.0 MiB | {ours} |"]
 

@@ -4,15 +4,15 @@ import torch
 from torch import nn
 
 from benchmarks import moving
-from benchmarks.figures import write_figures
-from benchmarks.moving import Bench, Row, claims, moving_policies, policy_table, ratio_table
+from benchmarks.harness import write_figures
+from benchmarks.moving import BENCHMARK, Bench, Row, claims, moving_policies
 from tests.benchmarks.figures_of_plans import figures
 
-OURS = {"auto", "together"}
+OURS = {"auto"}
 
 
 def test_every_published_policy_that_moves_says_what_its_paper_claims():
-    assert {"vdnn", "gist", "capuchin", "together"} <= set(moving_policies())
+    assert {"vdnn", "gist", "capuchin", "auto"} <= set(moving_policies())
     assert set(moving_policies()) - OURS <= set(claims())
     assert claims()["sentinel"] == "80 % less fast memory at comparable speed"
 
@@ -22,17 +22,19 @@ def test_the_tables_of_figures(tmp_path):
     slow = Row("M", "auto", 0.25, 0.5, **figures(2**27, 2**26, (1.5, 1.4, 1.3)))
     write_figures(tmp_path / "moving.json", rows=[row, Row("M", "gist", 1.0, 0.0), slow])
     text = (tmp_path / "moving.json").read_text()
-    lines = policy_table(text).splitlines()[:-2]  # without the sentence under it
+    lines = BENCHMARK.table(text, "policies").splitlines()[:-2]  # without the sentence under it
     assert lines[2].startswith("| M, `vdnn` | 0.50 (0.50) | x1.25 (1.20) | x1.10 | 8 MiB | 89 % less memory on average")
     assert lines[3].startswith("| M, `gist` | over 0.9 |")
     assert len(lines) == 4
-    assert ratio_table(text).splitlines()[2:-2] == ["| M | 0.25 | 0.50 (0.50) | x1.500 | x1.300 | x1.400 | 0 MiB |"]
+    assert BENCHMARK.table(text, "ratios").splitlines()[2:-2] == [
+        "| M | 0.25 | 0.50 (0.50) | x1.500 | x1.300 | x1.400 | 0 MiB |"
+    ]
 
 
 def test_a_row_is_measured(monkeypatch, tmp_path):
     net = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())])
     monkeypatch.setitem(moving.NETS, "small", lambda: (net, torch.randn(4096, 64), lambda net, x: net(x).sum()))
-    row = Bench("small", tmp_path, n_rounds=1).measured("together", 1.0)
+    row = Bench("small", tmp_path, n_rounds=1).measured("auto", 1.0)
     assert row.equal
     assert 0 < row.peak_bytes < row.plain_bytes
     assert row.wall > 0

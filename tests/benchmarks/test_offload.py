@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from benchmarks import offload
-from benchmarks.figures import write_figures
-from benchmarks.offload import BOTH, Row, codec_rows, codec_table, disk_rows, disk_table
+from benchmarks.harness import write_figures
+from benchmarks.offload import BENCHMARK, BOTH, Row, codec_rows, disk_rows
 from tests.benchmarks.figures_of_plans import figures
 
 
@@ -26,11 +26,13 @@ def test_the_tables_of_figures(tmp_path):
     codecs = Row("ViT", "codecs alone", 0.0, resident_bytes=2**23, **figures(2**24, 3 * 2**22, (1.5, 1.4, 1.3)))
     write_figures(tmp_path / "offload.json", rows=[disk, Row("BIG", "auto", 0.25, fits=False), codecs])
     text = (tmp_path / "offload.json").read_text()
-    assert disk_table(text).splitlines()[2:4] == [
+    assert BENCHMARK.table(text, "disk").splitlines()[2:4] == [
         "| BIG, 0.5 | auto, with a disk | 0.500 (0.500) | x1.250 | x1.100 | x1.050 | 32 MiB |",
         "| BIG, 0.25 | auto | none found |  |  |  |  |",
     ]
-    assert codec_table(text).splitlines()[2] == "| ViT | 0.500 | 0.750 (0.750) | x1.500 | x1.400 | x1.300 |"
+    assert (
+        BENCHMARK.table(text, "codecs").splitlines()[2] == "| ViT | 0.500 | 0.750 (0.750) | x1.500 | x1.400 | x1.300 |"
+    )
 
 
 def test_rows_of_a_disk_are_measured(monkeypatch, tmp_path):

@@ -2,9 +2,9 @@ from functools import partial
 
 import pytest
 
-from benchmarks.figures import write_figures
+from benchmarks.harness import write_figures
 from benchmarks.nets import net_r
-from benchmarks.step_time import NETS, Figure, figures_of, table
+from benchmarks.step_time import BENCHMARK, NETS, Figure, figures_of
 
 
 @pytest.mark.slow
@@ -17,7 +17,7 @@ def test_a_net_is_planned_and_timed_at_each_share_and_shown_in_a_row(tmp_path, m
     assert (planned.predicted or 0.0) > 1.0
     assert none == Figure("R", 0.01)
     write_figures(tmp_path / "step_time.json", rows=[kept, planned, none, Figure("T", 1.0, 1.1, 1.0)])
-    lines = table((tmp_path / "step_time.json").read_text()).splitlines()
+    lines = BENCHMARK.table((tmp_path / "step_time.json").read_text(), "table").splitlines()
     assert lines[0] == "| net | 1 of its peak | 0.6 of its peak | 0.01 of its peak |"
     assert lines[2].endswith("| no plan |")
-    assert lines[3] == "| T | x1.100, measured x1.000 (+10.0%) |"
+    assert lines[3] == "| T | x1.100, measured x1.000 (+10.0%) |  |  |"

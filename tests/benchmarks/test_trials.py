@@ -1,5 +1,5 @@
-from benchmarks.figures import write_figures
-from benchmarks.trials import Figure, figures, measure, table
+from benchmarks.harness import write_figures
+from benchmarks.trials import BENCHMARK, Figure, figures, measure
 from ctdr_lightning.memory import Prepared
 from tests.memory.graphs import chain, graph_trace
 
@@ -12,13 +12,13 @@ def test_a_trial_of_a_larger_group_is_more_work():
 
 
 def test_every_group_that_a_net_has_room_for_is_measured():
-    found = list(figures([1]))
+    found = list(figures(layers=[1]))
     assert [figure.group for figure in found] == [1, 10]
 
 
 def test_the_table_has_a_row_a_step_and_a_column_a_group(tmp_path):
     found = [Figure(900, 1, 71.6, 12), Figure(900, 10, 144.2, 40), Figure(3500, 1, 1600.0, 12)]
     write_figures(tmp_path / "trials.json", rows=found)
-    lines = table((tmp_path / "trials.json").read_text()).splitlines()
+    lines = BENCHMARK.table((tmp_path / "trials.json").read_text(), "table").splitlines()
     assert lines[0] == "| ops | 1 dropped | 10 dropped |"
     assert lines[2:-2] == ["| 900 | 72 µs | 144 µs |", "| 3,500 | 1,600 µs |  |"]

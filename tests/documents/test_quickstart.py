@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.utilities.model_summary import ModelSummary
 
-from ctdr_lightning.evaluate.pages.run_folder import read_runs
+from ctdr_lightning.pages.run_folder import read_runs
 
 PAGE = Path(__file__).parents[2] / "docs" / "quickstart.ipynb"
 CELLS = json.loads(PAGE.read_text())["cells"]

@@ -1,10 +1,10 @@
-"""Every policy, method and codec has a page made from its file's head."""
+"""The site: home is the README, every policy, method and codec has a page, the menu names all pages."""
 
 import re
 
 import pytest
 
-from benchmarks.system_pages import KINDS, PACKAGE, pages, registered
+from benchmarks.system_pages import KINDS, PACKAGE, ROOT, pages, registered
 from ctdr_lightning.decomposition import METHODS
 from ctdr_lightning.memory import POLICIES
 from ctdr_lightning.memory.codecs import CODECS
@@ -34,3 +34,32 @@ def test_the_indices_link_every_page():
             where for where in PAGES if where.startswith(place) and not where.endswith("index.md")
         }
         assert len(linked) > 5
+
+
+def test_home_is_the_readme_and_its_links_lead_to_pages():
+    home, readme = PAGES["index.md"], (ROOT / "README.md").read_text()
+    assert re.sub(r"\]\([^)]*\)|[\[\]]", "", home) == re.sub(r"\]\([^)]*\)|[\[\]]", "", readme)
+    linked = re.findall(r"\]\((?!https?:)([^)#]+)", home)
+    assert "budgets.md" in linked
+    assert [target for target in linked if not (ROOT / "docs" / target).exists()] == []
+
+
+def test_the_menu_names_every_page_once():
+    named = re.findall(r"^ +- [^:]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    written = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    assert sorted(named) == sorted(written | {where for where in PAGES if where.endswith("index.md")})
+
+
+def slug(heading):
+    """The anchor that mkdocs gives a heading."""
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
+
+
+@pytest.mark.parametrize(
+    "path", [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda path: path.stem
+)
+def test_a_link_into_a_page_meets_a_heading(path):
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", path.read_text()):
+        page = (path.parent / target).resolve() if target else path
+        headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+        assert anchor in map(slug, headings), f"{target}#{anchor}"

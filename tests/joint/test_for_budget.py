@@ -9,11 +9,11 @@ import torch
 
 from ctdr_lightning import BudgetFit, Tape, decompose, fit_to_budget
 from ctdr_lightning.basics.errors import CheckpointError, ConfigError, InfeasibleBudgetError
-from ctdr_lightning.decomposition import Choices, FactorizedLayer, chooser, rank_chooser
+from ctdr_lightning.decomposition import Bench, Choices, FactorizedLayer, bench_of
 from ctdr_lightning.decomposition.choose import batches as choose_batches
 from ctdr_lightning.decomposition.choose.choices import LayerChoice
+from ctdr_lightning.decomposition.trials import bench
 from ctdr_lightning.joint import search
-from ctdr_lightning.joint.proposals import Proposer
 from ctdr_lightning.joint.turns import RealStep, Turns
 from tests.joint import parts
 
@@ -55,7 +55,7 @@ def test_the_dense_step_is_never_too_slow_however_disturbed_the_clock_is(monkeyp
 
 
 def test_where_the_dense_model_fits_the_batches_are_not_looked_at(monkeypatch):
-    monkeypatch.setattr(chooser, "gather", lambda *_: pytest.fail("evidence was gathered"))
+    monkeypatch.setattr(bench, "gather", lambda *_: pytest.fail("evidence was gathered"))
     assert fit_to_budget(parts.network(), parts.step, parts.batches(), "1GiB", **PATIENT).is_dense
 
 
@@ -128,7 +128,13 @@ def test_an_answer_is_saved_loaded_edited_and_given_back(bounds, tmp_path):
 def test_a_damaged_answer_does_not_load():
     net = parts.network()
     plain = json.loads(fit_to_budget(net, parts.step, parts.batches(), "1GiB", **PATIENT).to_json())
-    for change in ({"loss": "much"}, {"choices": {}}, {"layers": [{"name": 3}]}, {"plan": {}}, {"more": 1}):
+    for change in (
+        {"seconds": "much"},
+        {"choices": {}},
+        {"report": {"layers": [{"name": 3}]}},
+        {"plan": {}},
+        {"more": 1},
+    ):
         with pytest.raises(CheckpointError):
             BudgetFit.from_json(json.dumps({**plain, **change}))
     del plain["dense_s"]
@@ -217,9 +223,9 @@ def decided():
 
 
 def test_the_loss_allowed_is_that_of_refined_factors():
-    with rank_chooser(decided(), parts.batches(4), parts.step, progress=False) as chooser:
-        trial = chooser.best(0.25)
-        before, after = trial.divergence, chooser.refined(trial).divergence
+    with bench_of(decided(), parts.batches(4), parts.step, progress=False) as own:
+        trial = own.best(0.25)
+        before, after = trial.divergence, own.refined(trial).divergence
     limit = (before * after) ** 0.5
     assert after < 0.5 * before
     fit = fit_to_budget(decided(), parts.step, parts.batches(4), max_loss=limit, **PATIENT)
@@ -230,7 +236,7 @@ def test_the_loss_allowed_is_that_of_refined_factors():
 @pytest.mark.slow
 def test_what_loses_too_much_even_refined_is_passed_over(monkeypatch):
     """Refinement wins nothing here: how much it does, and so which candidate it saves, differs with the machine."""
-    monkeypatch.setattr(Proposer, "refined", lambda _, trial: trial)
+    monkeypatch.setattr(Bench, "refined", lambda _, trial: trial)
     fit = fit_to_budget(decided(), parts.step, parts.batches(4), max_loss=0.002, **PATIENT)
     assert fit.loss <= 0.002
     passed_over = [row for row in fit.considered if "refined too" in row.outcome]

@@ -1,7 +1,6 @@
 """A metric in the place of the KL: how it is measured, what a drop of it allows, what is said of it."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,11 +11,8 @@ from torchmetrics.classification import MulticlassAccuracy
 from ctdr_lightning import BudgetFit, fit_to_budget
 from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError
 from ctdr_lightning.decomposition.choose.batches import set_aside
-from ctdr_lightning.decomposition.choose.rank_search import Start
-from ctdr_lightning.decomposition.trial import Trial
-from ctdr_lightning.joint.allowance import AllowedDrop
+from ctdr_lightning.decomposition.trials import bench as trials
 from ctdr_lightning.joint.metric import MetricJudge, check_metric
-from ctdr_lightning.joint.proposals import Proposer
 from tests.joint import parts
 
 pytestmark = pytest.mark.usefixtures("short_thoughts")
@@ -118,7 +114,7 @@ def test_one_process_measures_alone():
 @pytest.mark.parametrize(
     ("metric", "message"),
     [
-        (lambda net, batch: None, "metric returned None, which is no number"),
+        (lambda net, batch: None, "metric returned None, which is not a number"),
         (lambda net, batch: net(batch[0]), r"a tensor of shape \(16, 10\)"),
         (lambda net, batch: {}["gone"], "cannot be measured on a batch .KeyError"),
         (lambda net, batch: math.nan, "is nan for the dense model"),
@@ -156,56 +152,6 @@ def test_every_second_batch_beyond_those_looked_at_is_the_metrics_alone():
     assert chosen_by == [*range(8), 8, 10, 12]
     assert unseen == [9, 11]
     assert set_aside(range(3)) == ([0, 1, 2], [])
-
-
-class Bench:
-    """Trials whose metric is one less their divergence; a refinement leaves a share of the divergence."""
-
-    def __init__(self, most, left=0.25):
-        self.measured, self.left = [], left
-        judged = SimpleNamespace(name="score", drop=lambda value: 1.0 - value)
-        self.allowed = AllowedDrop(most, self.refined, judged, self.value)
-
-    def trial(self, divergence):
-        return Trial(None, Start(), divergence, {}, {})
-
-    def refined(self, trial):
-        return self.trial(self.left * trial.divergence)
-
-    def value(self, trial):
-        self.measured.append(trial.divergence)
-        return 1.0 - trial.divergence
-
-
-def test_a_trial_passes_where_its_refined_metric_does():
-    bench = Bench(most=0.1)
-    settled = bench.allowed.settled(bench.trial(0.3))
-    assert settled.outcome == ""
-    assert settled.metric == pytest.approx(0.925)
-    assert settled.trial.divergence == pytest.approx(0.075)
-    over = Bench(most=0.05).allowed.settled(bench.trial(0.3))
-    assert "score is worse by 0.075, over 0.05, refined too" in over.outcome
-
-
-def test_what_is_known_from_other_outputs_is_not_measured_again():
-    bench = Bench(most=0.1)
-    assert not bench.allowed.excludes(bench.trial(0.2))  # refined it may be at 0.05
-    assert bench.allowed.excludes(bench.trial(0.6))  # and this one at 0.15
-    assert not bench.allowed.excludes(bench.trial(0.05))
-    assert bench.measured == [0.2, 0.6, 0.05]
-    for far, excluded in ((0.2, False), (0.7, True), (0.01, False), (math.inf, True), (math.nan, True)):
-        assert bench.allowed.excludes(bench.trial(far)) is excluded
-    assert bench.measured == [0.2, 0.6, 0.05]
-
-
-def test_what_a_refinement_won_bounds_what_the_next_may_win():
-    bench = Bench(most=0.1, left=0.8)
-    assert bench.allowed.remedy() == ""
-    assert bench.allowed.refusal(bench.trial(0.3)) == ""
-    assert bench.allowed.settled(bench.trial(0.2)).outcome  # a fifth is won, so that three tenths may be
-    assert bench.allowed.refusal(bench.trial(0.3)) == "score is worse by over 0.1"
-    assert bench.allowed.refusal(bench.trial(0.14)) == ""
-    assert "The least drop of score of a candidate that fits the memory is 0.16: write" in bench.allowed.remedy()
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +195,7 @@ def size(net, _batch):
 
 def test_where_nothing_may_be_lost_the_answer_is_dense_and_found_soon(monkeypatch):
     refined = []
-    monkeypatch.setattr(Proposer, "refined", lambda _, trial: refined.append(trial) or trial)
+    monkeypatch.setattr(trials.Bench, "refined", lambda _, trial: refined.append(trial) or trial)
     net, data = learnt()
     fit = fit_to_budget(net, parts.step, data, max_loss=0, metric=size, **PATIENT)
     assert fit.is_dense
@@ -259,7 +205,7 @@ def test_where_nothing_may_be_lost_the_answer_is_dense_and_found_soon(monkeypatc
 
 @pytest.mark.slow
 def test_what_no_candidate_keeps_to_is_said_with_the_least_drop(monkeypatch):
-    monkeypatch.setattr(Proposer, "refined", lambda _, trial: trial)
+    monkeypatch.setattr(trials.Bench, "refined", lambda _, trial: trial)
     net, data = learnt()
     most = 0.5 * size(net, None)
     with pytest.raises(InfeasibleBudgetError, match=r"The least drop of size .* write max_loss="):

@@ -7,21 +7,23 @@ from ctdr_lightning import decompose, record
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.decomposition import Choices
 from ctdr_lightning.joint import pricing
-from ctdr_lightning.joint.for_budget import states_per_weight
-from ctdr_lightning.joint.pricing import Pricer
+from ctdr_lightning.joint.pricing import Pricer, standing
 from ctdr_lightning.joint.turns import RealStep, in_turns
 from ctdr_lightning.joint.twins import twin_of
+from ctdr_lightning.memory.account.optimizer import OptimizerBytes
+from ctdr_lightning.memory.holders.optimizer_bytes import optimizer_of, predict_for
 from ctdr_lightning.memory.simulator.simulator import Simulator
 from tests.joint import parts
 
 
-def nothing(candidate):
-    return 0
+def states(number):
+    """The bytes of an optimizer that keeps so many numbers for each weight."""
+    return lambda trained: OptimizerBytes(round(number * sum(p.nbytes for p in trained)))
 
 
-def priced(step=parts.step, n_states=2.0, beside_bytes=nothing):
+def priced(step=parts.step, n_states=2.0, beside_bytes=0):
     net, (batch,) = parts.network(), parts.batches(1)
-    return net, batch, Pricer(net, step, batch, n_states, beside_bytes)
+    return net, batch, Pricer(net, step, batch, standing(states(n_states), beside_bytes))
 
 
 @pytest.mark.parametrize("share", [0.6, 0.25])
@@ -31,18 +33,19 @@ def test_bytes_are_those_of_a_real_recording(share):
     report = decompose(twin, rank=share, progress=False)
     found = pricer.price(report.choices)
     twin.zero_grad()
-    real = record(lambda: parts.step(twin, batch)).with_static(found.state_bytes)
+    real = record(lambda: parts.step(twin, batch)).with_static(2 * 4 * found.parameters)
     assert [op.name for op in found.trace.ops] == [op.name for op in real.ops]
     assert Simulator(found.trace).peak_bytes == Simulator(real).peak_bytes
     assert found.parameters == sum(p.numel() for p in twin.parameters())
-    assert found.state_bytes == 2 * 4 * found.parameters
 
 
 def test_what_stands_beside_the_step_follows_the_candidate():
     net, _, pricer = priced(n_states=0.0, beside_bytes=lambda candidate: sum(p.nbytes for p in candidate.parameters()))
     choices = decompose(twin_of(net), rank=0.25, progress=False).choices
-    for found in (pricer.price(Choices({})), pricer.price(choices)):
-        assert found.state_bytes == 4 * found.parameters
+    _, _, alone = priced(n_states=0.0)
+    for asked in (Choices({}), choices):
+        found = pricer.price(asked)
+        assert found.trace.resident_bytes - alone.price(asked).trace.resident_bytes == 4 * found.parameters
 
 
 def test_a_step_that_needs_data_is_recorded_for_real():
@@ -56,19 +59,20 @@ def test_a_step_that_needs_data_is_recorded_for_real():
     assert Simulator(pricer.price(report.choices).trace).peak_bytes > 0
 
 
-@pytest.mark.parametrize(("kind", "states"), [("Adam", 2), ("AdamW", 2), ("SGD", 0), ("RMSprop", 1), ("Adagrad", 1)])
-def test_what_an_optimizer_keeps_is_found_out(kind, states):
+@pytest.mark.parametrize(("kind", "kept"), [("Adam", 2), ("AdamW", 2), ("SGD", 0), ("RMSprop", 1), ("Adagrad", 1)])
+def test_what_an_optimizer_keeps_is_found_out(kind, kept):
     weight = torch.nn.Parameter(torch.zeros(5, 5))
     optimizer = getattr(torch.optim, kind)([weight], lr=0.1)
-    assert states_per_weight(optimizer) == states
+    large, counter = torch.nn.Parameter(torch.zeros(64, 64)), 4 * (kept > 0)  # the steps, as one float32
+    assert predict_for(optimizer, [large]).state == kept * large.nbytes + counter
     weight.grad = torch.ones(5, 5)
     optimizer.step()
-    assert states_per_weight(optimizer) == states
+    assert predict_for(optimizer, [large]).state == kept * large.nbytes + counter
 
 
 def test_an_unknown_optimizer_is_refused():
     with pytest.raises(ConfigError, match="Valid names: sgd"):
-        states_per_weight("lion")
+        optimizer_of("lion", [])
 
 
 def test_a_long_step_is_timed_and_recorded_once(monkeypatch):
@@ -81,7 +85,7 @@ def test_a_long_step_is_timed_and_recorded_once(monkeypatch):
     monkeypatch.setattr(pricing, "_LONG_S", 0.0)
     monkeypatch.setattr(pricing, "_SHORT_S", 0.0)
     net = parts.network()
-    pricer = Pricer(net, step, batch, 2.0, nothing)
+    pricer = Pricer(net, step, batch, standing(states(2.0), 0))
     assert pricer.is_long
     assert sum(found is net for found in runs) == 2  # by the clock, recorded
 
@@ -90,7 +94,7 @@ def test_a_step_that_was_slow_the_first_time_only_is_not_long(monkeypatch):
     times = iter((10.0, 0.02, 0.01, 0.03))
     monkeypatch.setattr(pricing.RealStep, "seconds", lambda _: next(times))
     monkeypatch.setattr(pricing, "_SHORT_S", 0.0)
-    pricer = Pricer(parts.network(), parts.step, parts.batches(1)[0], 2.0, nothing)
+    pricer = Pricer(parts.network(), parts.step, parts.batches(1)[0], standing(states(2.0), 0))
     assert not pricer.is_long
     assert pricer.dense_s == 0.01
 

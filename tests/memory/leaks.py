@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from ctdr_lightning.basics.torch_private import DispatchKey, is_key_excluded, n_dispatch_modes, top_saved_tensors_hooks
+from ctdr_lightning.memory.values.tensors import has_storage
 from ctdr_lightning.memory.values.value import Handle, Held, Node, Value
 
 ENGINE = (Value, Node, Handle, Held)
@@ -23,7 +24,8 @@ def tensor_bytes() -> int:
     """Bytes of all storages that some Python tensor holds."""
     storages = {}
     for o in gc.get_objects():
-        if type(o) in (torch.Tensor, torch.nn.Parameter):
+        # a sparse tensor of an earlier test may be alive: it has no storage
+        if type(o) in (torch.Tensor, torch.nn.Parameter) and has_storage(o):
             storages[o.untyped_storage()._cdata] = o.untyped_storage().nbytes()
     return sum(storages.values())
 

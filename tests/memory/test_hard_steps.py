@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from ctdr_lightning import CTDRCallback
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.memory import Budget, Plan, Session, Trace, plan
+from ctdr_lightning.memory.events import Differed
 from tests.memory.hard_steps import HARD
 from tests.memory.harness import Bench, check
 from tests.memory.leaks import assert_nothing_is_installed
@@ -57,7 +58,7 @@ def test_in_a_session_under_a_budget(name):
         session.end()
         assert not bench.outcome(loss).differs_from(want)
         del loss
-    assert not any("differed" in event for event in session.events), session.events
+    assert not any(isinstance(event, Differed) for event in session.events), session.events
     allowed = session.plan.peak_bytes - session.trace.resident_bytes
     assert session.measured_peak_bytes <= allowed + SHIELD_BYTES
     assert_nothing_is_installed()

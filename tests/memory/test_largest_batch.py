@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
-from ctdr_lightning.memory import plan, record, simulate
+from ctdr_lightning.memory import plan, record, record_fake, simulate
+from ctdr_lightning.memory.allocator.reserved import runs_within
 from ctdr_lightning.memory.largest_batch import largest, max_batch
 from ctdr_lightning.memory.policies import POLICIES
 
@@ -70,6 +71,31 @@ def test_what_is_there_all_along_counts_and_nothing_is_touched(net):
     assert (roomy.size, roomy.plain_size) == (tight.size, tight.plain_size)
     assert all(torch.equal(state[name], tensor) for name, tensor in net.state_dict().items())
     assert all(p.grad is None for p in net.parameters())
+
+
+def test_on_a_gpu_it_is_the_batch_that_the_allocator_holds():
+    """The tensors of a larger one would fit, but not what is reserved for them."""
+    torch.manual_seed(0)
+    wide = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.Tanh())))
+
+    def wide_inputs(size):
+        return torch.empty(256 * size, 512)
+
+    budget = 100 << 20
+    by_tensors = max_batch(wide, wide_inputs, loss, budget, "sqrt")
+    on_gpu = max_batch(wide, wide_inputs, loss, budget, "sqrt", device="a100")
+    assert runs_within(on_gpu.plan.trace, on_gpu.plan.actions, budget)
+    assert on_gpu.plan.trace.device == "cuda"
+    plain = plan(record_fake(wide, wide_inputs(on_gpu.plain_size), loss, device="a100"), policy="keep")
+    assert plain.reserved.reserved_bytes <= budget
+    assert not runs_within(by_tensors.plan.trace, by_tensors.plan.actions, budget)
+    assert on_gpu.plain_size <= on_gpu.size < by_tensors.size
+
+
+def test_one_sample_that_the_allocator_does_not_hold_names_what_it_reserves(net):
+    with pytest.raises(InfeasibleBudgetError, match=r"its tensors take 2\d\d\.\d KiB.* reserves 2\.0 MiB") as caught:
+        max_batch(net, inputs, loss, "1MiB", "sqrt", most=4, device="a100")
+    assert max_batch(net, inputs, loss, caught.value.least_peak_bytes, "sqrt", most=2, device="a100").size >= 1
 
 
 def test_a_limit_and_a_budget_for_nothing(net):

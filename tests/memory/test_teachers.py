@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ctdr_lightning.basics.torch_private import n_dispatch_modes
 from ctdr_lightning.memory import Tape, record
 from tests.memory.harness import Bench, everything_dropped, planned
 from tests.memory.programs import X, exact, mlp
@@ -96,11 +95,3 @@ def test_a_write_that_autograd_refuses_is_right_where_it_is_accepted():
         loss = step(write=True)
     loss.backward()
     assert torch.equal(x.grad, want)
-
-
-def test_functional_transforms_say_that_they_take_no_hooks():
-    net = mlp(16, 16)
-    trace = Bench(net, lambda net: net(X).sum()).record()
-    with pytest.raises(RuntimeError, match="saved tensor hooks"), Tape(planned(trace, everything_dropped(trace))):
-        torch.func.grad(lambda x: net(x).exp().sum())(X)
-    assert n_dispatch_modes() == 0

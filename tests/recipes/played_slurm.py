@@ -48,12 +48,13 @@ def sbatch(file):
 
 def run(file, *names):
     """What the cluster does with the jobs: run each, again and again while it asks to be queued again."""
+    tasks = (re.findall(r"--ntasks-per-node=(\d+)", Path(file).read_text()) or ["1"])[0]
     for name in names:
         number, _, index = name.partition("_")
         env = {
-            **os.environ, "PLAYED_JOB": name, "SLURM_JOB_ID": number, "SLURM_JOB_NAME": "played", "SLURM_NTASKS": "1",
-            "SLURM_JOB_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
-            "SLURM_JOB_NODELIST": "here", "SLURM_NODELIST": "here",
+            **os.environ, "PLAYED_JOB": name, "SLURM_JOB_ID": number, "SLURM_JOB_NAME": "played",
+            "SLURM_NTASKS": tasks, "SLURM_NTASKS_PER_NODE": tasks, "SLURM_JOB_NUM_NODES": "1", "SLURM_NODEID": "0",
+            "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_NODELIST": "localhost", "SLURM_NODELIST": "localhost",
         }  # fmt: skip
         env |= {"SLURM_ARRAY_JOB_ID": number, "SLURM_ARRAY_TASK_ID": index} if index else {}
         while True:
@@ -67,26 +68,36 @@ def run(file, *names):
 
 
 def srun(*arguments):
-    """Become the job's command, with its output in the files that SLURM would write."""
+    """Run the job's command once a task, each with its output in the files that SLURM would write."""
+    given = [argument for argument in arguments if argument != "--unbuffered"]
+    streams = {}
+    for option in ("--output", "--error"):
+        at = given.index(option)
+        streams[option] = given[at + 1]
+        del given[at : at + 2]
+    tasks = [_task(given, streams, str(rank)) for rank in range(int(os.environ["SLURM_NTASKS"]))]
+    pids = " ".join(str(task.pid) for task in tasks)
+    (_jobs() / f"{os.environ['PLAYED_JOB']}.pid").write_text(pids)
+    sys.exit(max(abs(task.wait()) for task in tasks))
+
+
+def _task(command, streams, rank):
     name = os.environ["PLAYED_JOB"]
     number, _, index = name.partition("_")
-    given = list(arguments)
-    for option, stream in (("--output", 1), ("--error", 2)):
-        at = given.index(option)
-        path = given[at + 1]
-        for pattern, text in (("%A", number), ("%a", index), ("%j", name), ("%t", "0")):
+    files = []
+    for path in streams.values():
+        for pattern, text in (("%A", number), ("%a", index), ("%j", name), ("%t", rank)):
             path = path.replace(pattern, text)
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-        del given[at : at + 2]
-    given.remove("--unbuffered")
-    (_jobs() / f"{name}.pid").write_text(str(os.getpid()))
-    os.execvp(given[0], given)
+        files.append(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+    env = {**os.environ, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}
+    return subprocess.Popen(command, stdout=files[0], stderr=files[1], env=env)
 
 
 def scancel(name, option, number):
-    """Send a signal to a job."""
+    """Send a signal to each task of a job."""
     assert option == "--signal"
-    os.kill(int((_jobs() / f"{name}.pid").read_text()), signal.Signals[f"SIG{number.removeprefix('SIG')}"])
+    for pid in (_jobs() / f"{name}.pid").read_text().split():
+        os.kill(int(pid), signal.Signals[f"SIG{number.removeprefix('SIG')}"])
 
 
 def scontrol(command, name):

@@ -6,6 +6,7 @@ from lightning import Trainer
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 
+from ctdr_lightning.basics.errors import ConfigError
 from ctdr_recipes.classifier import Classifier, cnn
 
 
@@ -24,7 +25,7 @@ def test_cnn_has_one_convolution_for_each_width_and_strides_halve_the_image():
 
 
 def test_cnn_refuses_widths_without_strides():
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ConfigError, match="2 widths and 1 strides"):
         cnn([8, 16], [1])
 
 

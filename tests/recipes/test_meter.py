@@ -5,9 +5,9 @@ import torch
 from lightning import Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
-from ctdr_lightning.evaluate.measure import training_tensors
 from ctdr_lightning.memory.values.tensors import storage_bytes
 from ctdr_recipes.classifier import Classifier, cnn
+from ctdr_recipes.measure import training_tensors
 from ctdr_recipes.meter import StepMeter
 
 

@@ -1,6 +1,6 @@
 from PIL import Image
 
-from ctdr_lightning.evaluate.measure import MemoryUse
+from ctdr_recipes.measure import MemoryUse
 from ctdr_recipes.picture import draw_memory
 
 

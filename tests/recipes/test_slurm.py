@@ -14,19 +14,19 @@ from tests.recipes.test_train import TINY
 RANKS = (0.5, 0.4, 0.3, 0.2)
 
 
-def sweep(folder, env, *overrides):
+def sweep(folder, env, *overrides, ranks=RANKS):
     command = [
-        sys.executable, "-m", "ctdr_recipes.train", "--multirun", f"ctdr.rank={','.join(map(str, RANKS))}",
+        sys.executable, "-m", "ctdr_recipes.train", "--multirun", f"ctdr.rank={','.join(map(str, ranks))}",
         f"hydra.sweep.dir={folder}", "hydra.sweep.subdir=rank-${ctdr.rank}", "trainer.max_epochs=2",
         "ctdr.policy=keep", *TINY, *overrides,
     ]  # fmt: skip
     return subprocess.run(command, cwd=CONF.parent, env=env, capture_output=True, text=True, timeout=900)
 
 
-def results(folder):
+def results(folder, ranks=RANKS):
     """Weights and test scores of each point."""
     found = {}
-    for rank in RANKS:
+    for rank in ranks:
         point = folder / f"rank-{rank}"
         weights = torch.load(point / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
         last = max((point / "csv").glob("version_*"), key=lambda path: int(path.name.partition("_")[2]))
@@ -53,3 +53,17 @@ def test_a_sweep_with_a_preempted_job_ends_with_the_results_of_an_undisturbed_on
     for rank in RANKS:
         assert found[rank][1] == expected[rank][1] != []
         assert all(torch.equal(tensor, found[rank][0][name]) for name, tensor in expected[rank][0].items())
+
+
+@pytest.mark.slow
+def test_two_tasks_a_node_are_the_two_ranks_of_each_point(tmp_path):
+    env = played_slurm.install(tmp_path / "slurm")
+    two = ["hydra.launcher.gpus_per_node=2", "+trainer.strategy=ddp", "trainer.max_epochs=1"]
+    played = sweep(tmp_path / "played", env, "launch=slurm", *two, ranks=RANKS[:2])
+    assert played.returncode == 0, played.stderr
+    for weights, scores in results(tmp_path / "played", RANKS[:2]).values():
+        assert scores
+        assert all(torch.isfinite(tensor).all() for tensor in weights.values())
+    logs = [path.read_text() for path in (tmp_path / "played").glob(".submitit/*/*_log.err")]
+    assert sum("MEMBER: 2/2" in text for text in logs) == sum("MEMBER: 1/2" in text for text in logs) == 2
+    assert (tmp_path / "played" / "comparison.md").read_text().count("| rank-") == 2

@@ -3,6 +3,7 @@
 import pytest
 
 from ctdr_lightning.basics.errors import ConfigError
+from ctdr_recipes import spelling
 from ctdr_recipes.catalogue import CONFIGS
 from ctdr_recipes.spelling import check_overrides
 
@@ -47,3 +48,17 @@ def test_a_sweep_whose_points_would_share_a_folder_is_refused(override):
         check_overrides(["ctdr.rank=0.5,0.25", override, "--multirun"], CONFIGS)
     assert f"{key}={values.partition(',')[0]}." in caught.value.hint
     check_overrides([f"{key}={values.partition(',')[0]}"], CONFIGS)
+
+
+def test_an_override_that_cannot_be_read_is_quoted():
+    with pytest.raises(ConfigError, match=r"The override 'ctdr\.rank=\[1' cannot be read"):
+        check_overrides(["ctdr.rank=[1"], CONFIGS)
+
+
+def test_optunas_sweeper_names_the_extra_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setattr(spelling, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="hydra/sweeper=optuna is not installed") as caught:
+        check_overrides(["hydra/sweeper=optuna", "ctdr.rank=interval(0.1,0.8)"], CONFIGS)
+    assert caught.value.hint == "pip install 'ctdr-lightning[optuna]'"
+    monkeypatch.setattr(spelling, "find_spec", lambda name: object())
+    check_overrides(["hydra/sweeper=optuna", "ctdr.rank=interval(0.1,0.8)"], CONFIGS)

@@ -9,7 +9,7 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from ctdr_lightning.basics.errors import CheckpointError, ConfigError
-from ctdr_lightning.evaluate.pages.run_folder import read_runs
+from ctdr_lightning.pages.run_folder import read_runs
 from ctdr_recipes.compared import compare
 from ctdr_recipes.train import train
 from tests.recipes.test_configs import CONF
@@ -177,3 +177,28 @@ def test_a_sweep_goes_through_submitit(tmp_path):
     assert len(table) == 4
     assert {"| rank |", "val/acc"} <= {word for word in ("| rank |", "val/acc") if word in table[0]}
     assert (tmp_path / "comparison.html").read_text().count('class="dot') >= 2
+
+
+@pytest.mark.slow
+def test_a_sweep_with_failed_points_names_each_and_compares_the_others(tmp_path):
+    points = "[8],[8,16,16],[8,16],[16,8,8]"
+    sweep = [f"model.net.widths={points}", "trainer.max_epochs=1", "ctdr.policy=keep", f"hydra.sweep.dir={tmp_path}"]
+    tiny = [word for word in TINY if "widths" not in word]
+    command = [sys.executable, "-m", "ctdr_recipes.train", "--multirun", *sweep, *tiny]
+    done = subprocess.run(command, cwd=CONF.parent, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "ctdr: The network has 1 widths and 3 strides." in done.stderr
+    assert "The network has 2 widths and 3 strides." in done.stdout + done.stderr, "the second failed point too"
+    table = (tmp_path / "comparison.md").read_text()
+    assert len(table.splitlines()) == 4
+    assert (tmp_path / "comparison.html").exists()
+
+
+def test_an_error_of_ours_leaves_the_command_without_a_traceback(tmp_path):
+    command = [sys.executable, "-m", "ctdr_recipes.train", "data=image_folder", f"hydra.run.dir={tmp_path}"]
+    done = subprocess.run(command, cwd=CONF.parent, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "ctdr: The config lacks task.n_classes, data.root." in done.stderr
+    assert "HINT: Write task.n_classes=VALUE data.root=VALUE." in done.stderr

@@ -19,19 +19,18 @@ PACKAGE = ROOT / "ctdr_lightning"
 FLOORS = (
     "basics",
     "decomposition.shapes", "decomposition.algorithms", "decomposition.methods", "decomposition.layers",
-    "decomposition.choose", "decomposition",
-    "memory.traces", "memory.plans", "memory.simulator", "memory.allocator",
-    "memory.plans.plan",  # a plan is a simulated step
+    "decomposition.choose", "decomposition.trials", "decomposition",
+    "memory.traces", "memory.simulator", "memory.allocator", "memory.plans",
     "memory.bounds", "memory.search", "memory.policies",
-    "memory.planner",
+    "memory.planner", "memory.account",
     "memory.values", "memory.codecs", "memory.holders", "memory.tape", "memory.recorder", "memory",
-    "evaluate", "joint", "recovery",
+    "pages", "joint", "recovery",
     "trainer", "trainer.accuracy", "trainer.training_step", "trainer.reports", "trainer.fit_run",
     "callback", "command_line", "cli",
 )  # fmt: skip
 PLANNING = (
-    "memory.traces", "memory.plans", "memory.simulator", "memory.allocator", "memory.bounds", "memory.search",
-    "memory.policies",
+    "memory.traces", "memory.simulator", "memory.allocator", "memory.plans", "memory.bounds", "memory.search",
+    "memory.policies", "memory.account",
 )  # fmt: skip
 
 

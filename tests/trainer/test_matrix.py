@@ -16,8 +16,10 @@ from torch.utils.data import DataLoader
 
 from ctdr_lightning import CTDRCallback, Recovery, decompose
 from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.memory.events import Differed
 from ctdr_lightning.recovery import Phase
 from ctdr_lightning.trainer.modules import load_from_checkpoint
+from ctdr_lightning.trainer.reports.event_words import words_of
 from ctdr_lightning.trainer.strategies import check_strategy
 from ctdr_lightning.trainer.structure import factorized_names
 from tests import forks, parts
@@ -297,14 +299,24 @@ def shard(folder, name, *callbacks):
     if callbacks:
         session = callbacks[0].run.memory.session
         assert session.plan is not None
-        assert any(event.startswith("Policy sqrt") for event in session.events), session.events
-        assert not [event for event in session.events if "differed from" in event], session.events
+        planned = f"Policy {callbacks[0].options.policy}"
+        assert any(words_of(event).startswith(planned) for event in session.events), session.events
+        assert not [event for event in session.events if isinstance(event, Differed)], session.events
 
 
 def test_fsdp2_through_model_parallel_strategy(tmp_path):
     planned = CTDRCallback(rank=None, policy="sqrt", verbose=False)
     assert forks.run(shard, tmp_path, "plain", ranks=2) == [0, 0]
     assert forks.run(shard, tmp_path, "planned", planned, ranks=2) == [0, 0]
+    for rank in (0, 1):
+        assert parts.same(torch.load(tmp_path / f"plain{rank}.pt"), torch.load(tmp_path / f"planned{rank}.pt"))
+
+
+@pytest.mark.slow
+def test_a_budget_alone_leaves_sharded_layers_as_they_are(tmp_path):
+    budget = CTDRCallback(memory_budget="1GiB", verbose=False)
+    assert forks.run(shard, tmp_path, "plain", ranks=2) == [0, 0]
+    assert forks.run(shard, tmp_path, "planned", budget, ranks=2) == [0, 0]
     for rank in (0, 1):
         assert parts.same(torch.load(tmp_path / f"plain{rank}.pt"), torch.load(tmp_path / f"planned{rank}.pt"))
 
@@ -316,5 +328,6 @@ def test_a_compiled_step_is_told_what_cannot_be_done():
     recovery = Recovery(distill={"module": "net"})
     with pytest.raises(ConfigError, match="compiled"):
         parts.fit(
-            torch.compile(Silent(), backend="eager"), CTDRCallback(recovery=recovery, policy="keep", verbose=False)
+            torch.compile(Silent(), backend="eager"),
+            CTDRCallback(rank=0.5, recovery=recovery, policy="keep", verbose=False),
         )

@@ -79,7 +79,7 @@ def refused(made, budget, **options):
     [
         (heavy, "12MiB", {}, "optimizer_step"),
         (heavy, "12MiB", {"gradient_clip_val": 1.0}, "optimizer_state"),
-        (heavy, "15MiB", {"keep_gradients": True}, "optimizer_state"),
+        (heavy, "12MiB", {"keep_gradients": True}, "optimizer_state"),
         (lambda: random_layers(nn.Dropout), "22MiB", {}, "codecs"),
         (lambda: random_layers(Noise), "22MiB", {}, "offload"),
     ],

@@ -8,8 +8,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import ctdr_lightning
-from ctdr_lightning import CTDRCallback, restore
+from ctdr_lightning import CTDRCallback, Recovery, restore
 from ctdr_lightning.basics.errors import CheckpointError, ConfigError
+from ctdr_lightning.recovery import Phase
 from ctdr_lightning.trainer.checkpoints import CompleteFileIO
 from tests import parts
 
@@ -46,7 +47,7 @@ def test_a_resumed_run_shows_the_layers_that_it_trains_and_names_what_it_ignores
         assert " x ".join(map(str, layer.ranks)) in rows[name]
         assert "as in the checkpoint" in rows[name]
     assert f"-> {sum(p.numel() for p in module.parameters()):,}" in table
-    assert said == ["The checkpoint's layers are trained as they are; ignored of this run: rank=0.1, method='svd'."]
+    assert said == ["The checkpoint's layers are trained unchanged; ignored of this run: rank=0.1, method='svd'."]
 
 
 def test_a_resumed_run_with_the_same_arguments_ignores_nothing(checkpoint):
@@ -83,7 +84,7 @@ def test_a_dense_runs_checkpoint_holds_no_note(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "path", "options", "said"),
     [
-        (torch.nn.Linear, "run.ckpt", {}, "is no LightningModule class"),
+        (torch.nn.Linear, "run.ckpt", {}, "is not a LightningModule class"),
         (parts.Blobs, "absent.ckpt", {}, "does not exist"),
         (parts.Blobs, None, {"width": 9}, "do not fit layer|does not fit Blobs"),
         (parts.Blobs, __file__, {}, "does not fit Blobs"),
@@ -139,3 +140,17 @@ def test_restore_refuses_callback_state_of_a_version_that_it_does_not_know(check
     state["callbacks"]["CTDRCallback"]["version"] = version
     with pytest.raises(CheckpointError, match=f"has version {version!r}"):
         restore(parts.Blobs(), state)
+
+
+@pytest.mark.parametrize(("epochs", "said"), [([0, 1], "the layers of 1 more stage stay dense"), ([0], "ends here. ")])
+def test_a_schedule_that_the_resumed_run_lacks_is_named(tmp_path, epochs, said):
+    recovery = Recovery(cut_epochs=epochs, phases=[Phase(1)], batchnorm_batches=0)
+    saver = ModelCheckpoint(tmp_path, filename="run")
+    first = CTDRCallback(rank=0.5, policy="keep", recovery=recovery, verbose=False)
+    parts.fit(parts.blobs(), first, saver, enable_checkpointing=True, max_epochs=1)
+    for given, expected in ((None, True), (recovery, False)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            callback = CTDRCallback(rank=0.5, policy="keep", recovery=given, verbose=False)
+            parts.fit(parts.blobs(), callback, ckpt_path=tmp_path / "run.ckpt", max_epochs=2)
+        assert any(said in str(w.message) for w in caught) is expected

@@ -42,6 +42,8 @@ def test_a_callback_writes_such_a_state():
         ("version", 1, "has version 1, this release reads"),
         ("options", None, "'options' is a NoneType"),
         ("stepped", "7", "'stepped' is a str"),
+        ("stepped", -5, "'stepped' is -5"),
+        ("stepped", True, "'stepped' is True"),
         ("surgery", None, "choices are damaged"),
         ("surgery", {"choices": None, "stages": [[1]], "parameters_before": 0}, "choices are damaged"),
         ("surgery", {"choices": None, "stages": []}, "choices are damaged"),

@@ -1,13 +1,18 @@
 """One callback and several fits, models and Trainers; copies and pickles of it; the end of a model."""
 
+import contextlib
 import copy
 import gc
 import pickle
+import warnings
 import weakref
 
 import pytest
+from lightning.pytorch import Callback
 
-from ctdr_lightning import CTDRCallback, Recovery
+from ctdr_lightning import CTDRCallback, Recovery, decompose, merge
+from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.decomposition.layers.surgery import walk
 from ctdr_lightning.recovery import Distillation, Phase
 from ctdr_lightning.trainer.structure import factorized_names
 from tests import parts
@@ -103,3 +108,96 @@ def test_a_subclass_keeps_what_it_added_when_it_is_copied():
     callback = Named("mine", rank=0.5, policy="keep", verbose=False)
     trained(callback)
     assert copy.deepcopy(callback)._name == "mine"
+
+
+def cut_model(stopped_at=None):
+    """A model that another callback has cut, trained to its end or interrupted."""
+
+    class Stops(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == stopped_at:
+                raise KeyboardInterrupt
+
+    module = parts.blobs()
+    with contextlib.suppress(SystemExit, KeyboardInterrupt):
+        parts.fit(module, CTDRCallback(rank=0.25, policy="keep", verbose=False), Stops(), max_epochs=1)
+    assert factorized_names(module)
+    return module
+
+
+def layers_of(module):
+    return {name: (layer.method, layer.ranks) for name, layer in walk(module) if hasattr(layer, "ranks")}
+
+
+SERVED = {
+    "rank": {"rank": 0.25, "policy": "sqrt"},
+    "another rank": {"rank": 0.1, "method": "svd", "policy": "sqrt"},
+    "auto": {"rank": "auto", "memory_budget": "1MiB"},
+    "recovery": {"rank": 0.25, "policy": "sqrt", "recovery": Recovery(batchnorm_batches=2)},
+    "staged": {
+        "rank": 0.5,
+        "policy": "sqrt",
+        "recovery": Recovery(cut_epochs=[1, 2], phases=[Phase(1)], batchnorm_batches=2),
+    },
+    "budget": {"memory_budget": "1MiB"},
+}
+
+
+@pytest.mark.parametrize("kind", SERVED)
+@pytest.mark.parametrize("stopped_at", [None, 2])
+def test_a_new_callback_serves_a_model_that_is_cut_already(tmp_path, kind, stopped_at):
+    module = cut_model(stopped_at)
+    layers, n_before = layers_of(module), sum(p.numel() for p in parts.blobs().parameters())
+    callback = CTDRCallback(verbose=False, **SERVED[kind])
+    with pytest.warns(UserWarning, match=r"layers are cut already .*ctdr_lightning\.merge\(model\)") as caught:
+        trainer = parts.fit(module, callback, max_epochs=2)
+    said = next(str(w.message) for w in caught if "cut already" in str(w.message))
+    assert ("ignored of this run: rank=" in said) == (kind not in ("auto", "budget"))
+    assert layers_of(module) == layers
+    assert callback.run.surgeon.parameters_before == n_before
+    assert callback.run.memory.session.plan.policy == SERVED[kind].get("policy", "auto")
+    if callback.run.coach is not None:
+        assert callback.run.coach.progress.estimated_epoch == 1, "recovery runs"
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    again = parts.blobs()
+    parts.fit(again, CTDRCallback(verbose=False, **SERVED[kind]), max_epochs=3, ckpt_path=tmp_path / "end.ckpt")
+    assert layers_of(again) == layers
+
+
+@pytest.mark.parametrize("options", [{"distill": Distillation(module="net")}, {"reference": "measure"}])
+def test_recovery_that_needs_the_dense_model_is_refused_where_it_is_gone(options):
+    recovery = Recovery(monitor="val_acc", **options)
+    with pytest.raises(ConfigError, match=f"{next(iter(options))} needs the dense model") as caught:
+        parts.fit(cut_model(), CTDRCallback(rank=0.25, recovery=recovery, verbose=False))
+    assert "merge(model)" in caught.value.hint
+
+
+def test_after_a_merge_the_layers_are_cut_anew():
+    module = merge(cut_model())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*cut already.*")
+        parts.fit(module, CTDRCallback(rank=0.5, policy="keep", verbose=False), max_epochs=1)
+    assert factorized_names(module)
+
+
+def test_the_layers_of_its_own_choices_are_served_as_well():
+    first = CTDRCallback(rank=0.25, policy="keep", verbose=False)
+    module = trained(first)
+    choices, layers = first.run.surgeon.choices, layers_of(module)
+    with pytest.warns(UserWarning, match="cut already"):
+        parts.fit(module, CTDRCallback(choices=choices, policy="keep", verbose=False), max_epochs=1)
+    assert layers_of(module) == layers
+
+
+def test_a_layer_that_was_cut_by_hand_belongs_to_the_run_that_cuts_others(tmp_path):
+    def run(**options):
+        module = parts.blobs()
+        decompose(module, rank=0.25, select="net.3", progress=False)
+        callback = CTDRCallback(rank=0.5, select="net.7", policy="keep", verbose=False)
+        return module, parts.fit(module, callback, **options)
+
+    module, trainer = run(max_epochs=1)
+    assert factorized_names(module) == {"net.3", "net.7"}
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    resumed = run(ckpt_path=tmp_path / "one.ckpt")[0]
+    assert layers_of(resumed) == layers_of(module)

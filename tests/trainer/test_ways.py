@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import Callback
 
 from ctdr_lightning import CTDRCallback, Recovery, load_from_checkpoint
+from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.recovery import Phase
 from ctdr_lightning.trainer.structure import factorized_names
 from tests import parts
@@ -118,3 +119,18 @@ def test_an_exception_leaves_nothing(name, place, tmp_path):
     assert "backward" not in vars(module)
     assert not module._load_state_dict_pre_hooks
     assert all(p.requires_grad for p in module.parameters())
+
+
+@pytest.mark.parametrize("name", ["EMAWeightAveraging", "StochasticWeightAveraging"])
+def test_a_callback_that_averages_may_stand_first_where_no_layer_is_cut(name, tmp_path):
+    def end(*ours):
+        module, trainer, data = build(name, tmp_path, *ours)
+        trainer.callbacks.sort(key=lambda other: isinstance(other, CTDRCallback))
+        trainer.fit(module, *data)
+        return module
+
+    plain, callback = end(), planned()
+    assert parts.same(end(callback).state_dict(), plain.state_dict())
+    assert callback.run.memory.session.plan.policy == "sqrt"
+    with pytest.raises(ConfigError, match="comes before CTDRCallback"):
+        end(cut())

@@ -1,1 +1,1 @@
-"""Tensors in, factors out: no module here knows what a layer is."""
+"""Tensors in, factors out: no module here knows about layers."""

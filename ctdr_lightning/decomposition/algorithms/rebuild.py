@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def rebuild(factors: CPTensor | TuckerTensor | TTTensor) -> Tensor:
-    """The tensor that a decomposition stands for."""
+    """The tensor that a decomposition represents."""
     with tl.backend_context("pytorch", local_threadsafe=True):
         if isinstance(factors, CPTensor):
             return cp_to_tensor(factors)

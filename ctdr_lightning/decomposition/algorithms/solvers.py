@@ -26,7 +26,7 @@ _SWEEPS = 10
 
 @dataclass(frozen=True)
 class Solver:
-    """One way to compute every decomposition; signatures as in the modules beside this one."""
+    """One way to compute every decomposition; signatures as in the neighbouring modules."""
 
     svd: Callable[[Tensor, int], CPTensor]
     tucker: Callable[[Tensor, tuple[int, int]], TuckerTensor]

@@ -3,8 +3,8 @@
 Paper: Idelbayev and Carreira-Perpinan, CVPR 2020 ("Low-rank compression of neural nets: learning the rank of each
 layer"). Reproduced: one spectrum a layer, one Lagrange multiplier, exact minimum over ranks a layer. Changed: several
 methods compete within a layer, errors are relative to the layer's norm (BatchNorm makes the absolute scale
-meaningless), the resource may be parameters, operations, training memory or predicted seconds, and what the
-multiplier leaves over is spent greedily; where batches are given, a layer's loss is weighed by its sensitivity and its
+meaningless), the resource may be parameters, operations, training memory or predicted seconds, and the
+multiplier's remainder is spent greedily; with batches, a layer's loss is weighted by its sensitivity and its
 error is that of its outputs. Complexity: one rank table a layer and method, then O(rows) a bisection
 step.
 """
@@ -61,13 +61,13 @@ def seconds(layer: Layer, candidate: Candidate | None, costs: CostModel) -> floa
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """What one layer may become.
+    """Options of one layer.
 
     Args:
         candidates: Factorizations; None is the dense layer.
         cost: Shape (n,), in units of the resource.
-        loss: Shape (n,), minus the logarithm of the energy kept: what is kept multiplies along a chain of layers, so
-            none is cut to nothing for the sake of the others.
+        loss: Shape (n,), minus the logarithm of the energy kept: kept shares multiply along a chain of layers, so
+            no layer is cut to nothing for the sake of the others.
     """
 
     candidates: list[Candidate | None]
@@ -99,7 +99,7 @@ def layer_candidates(layer: Layer, methods: Sequence[Method], multiple: int) -> 
 
 
 def layer_options(layer: Layer, candidates: Sequence[Candidate], resource: str, costs: CostModel) -> LayerOptions:
-    """Price what a layer may become: itself at its full price, and each factorization that saves memory.
+    """Price a layer's options: itself at its full price, and each factorization that saves memory.
 
     Args:
         layer: The layer.
@@ -118,12 +118,8 @@ def layer_options(layer: Layer, candidates: Sequence[Candidate], resource: str, 
 def spend(options: Mapping[str, LayerOptions], budget: float) -> dict[str, Candidate | None]:
     """Choose one option a layer: least total loss at a total cost within the budget.
 
-    Args:
-        options: The options by layer name.
-        budget: In units of the resource.
-
     Raises:
-        KeepDenseError: When even the cheapest options cost more.
+        KeepDenseError: If even the cheapest options cost more.
     """
     cheapest = sum(float(o.cost.min()) for o in options.values())
     if cheapest > budget:

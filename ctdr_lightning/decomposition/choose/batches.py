@@ -30,10 +30,10 @@ class Batches:
     """A few batches and the step that runs one.
 
     Args:
-        fitting: What covariances, gradients and refits are taken from.
-        judging: What candidates are compared on; the fitting ones where there is only one batch.
+        fitting: Batches for covariances, gradients and refits.
+        judging: Batches on which candidates are compared; the fitting ones if there is only one batch.
         step: Runs a model on a batch: ``step(model, batch)`` gives a scalar loss, or the model's outputs.
-        more: What the factors of the candidate that is taken are refined on, beside the fitting ones.
+        more: Further batches on which the factors of the chosen candidate are refined.
     """
 
     fitting: Sequence[Any]
@@ -51,7 +51,7 @@ class Batches:
             step: As above; None calls the model on the batch's input.
 
         Raises:
-            ConfigError: When there is no batch.
+            ConfigError: If there is no batch.
         """
         drawn = first_batches(data, n_batches)
         if not drawn:
@@ -159,7 +159,7 @@ def untouched(model: nn.Module, training: bool | None = None, gradients: bool = 
 
     with put_back_after(put_back):
         with interrupts_held():  # both switches act when they are made: one made and not entered would stay
-            # Hooks listen to layers, which a compiled module has none of: it runs eagerly meanwhile.
+            # Hooks listen to layers, and a compiled module has no layers: it runs eagerly meanwhile.
             entered.enter_context(torch.compiler.set_stance("force_eager"))
             entered.enter_context(torch.set_grad_enabled(gradients))
             entered.enter_context(torch.random.fork_rng(devices=list(devices)))

@@ -1,4 +1,4 @@
-"""What becomes of each layer, as data: method and ranks, or dense. The decomposition's counterpart of a memory plan."""
+"""The choices for each layer, as data: method and ranks, or dense. The decomposition's counterpart of a memory plan."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ctdr_lightning.decomposition.layers.tied import TIED_METHOD
 from ctdr_lightning.decomposition.methods import METHODS, Candidate, Ranks
 
 CHOICES_VERSION = 1
-_HINT = "Use what report.choices.to_dict() gave, or edit a copy of it."
+_HINT = "Use the result of report.choices.to_dict(), or an edited copy of it."
 
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """What becomes of one layer.
+    """The choice for one layer.
 
     Args:
-        method: Registered method name; None leaves the layer as it is.
+        method: Registered method name; None leaves the layer dense.
         ranks: Ranks of the method, input side first.
         reason: Why, in words.
         error: Relative error expected of the weight (of the outputs where data was given); NaN where nobody looked.
@@ -49,7 +49,7 @@ class LayerChoice:
 
 @dataclass(frozen=True)
 class Choices:
-    """What becomes of the layers of one model. Plain data: saved as JSON, edited, and applied again.
+    """The choices for the layers of one model. Plain data: saved as JSON, edited, and applied again.
 
     Args:
         layers: A choice by layer name; layers not named stay as they are.
@@ -69,10 +69,10 @@ class Choices:
 
     @classmethod
     def from_dict(cls, plain: Any) -> Choices:
-        """Read what `to_dict` gave.
+        """Read the output of `to_dict`.
 
         Raises:
-            ConfigError: When it is malformed or of another version.
+            ConfigError: If it is malformed or of another version.
         """
         if not isinstance(plain, Mapping) or plain.get("version") != CHOICES_VERSION:
             found = plain.get("version") if isinstance(plain, Mapping) else type(plain).__name__
@@ -106,12 +106,8 @@ class Choices:
 def checked(choices: Choices, layers: Sequence[Layer]) -> Choices:
     """The same choices with an entry for every layer of the model, each one checked against it.
 
-    Args:
-        choices: Perhaps written by hand.
-        layers: The model's layers.
-
     Raises:
-        ConfigError: When a layer is named that the model has not, or is to become what it cannot be.
+        ConfigError: If the model has no layer of that name, or the layer does not support its choice.
     """
     known = {layer.name: layer for layer in layers}
     unknown = [name for name in choices.layers if name not in known]

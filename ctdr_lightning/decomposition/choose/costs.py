@@ -1,4 +1,4 @@
-"""The memory truth of one layer: what factorizing it saves in state, adds in activations, and changes in time.
+"""The memory balance of one layer: savings in state, additional activations, and the change in time.
 
 Decomposition stores the activations between its small layers. Weights, gradients and optimizer state must shrink by
 more than that, at the layer's real input size, or the step's memory rises: early layers at high resolution often
@@ -10,10 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-import torch
-
+from ctdr_lightning.basics.devices import model_of, product_flops32_per_s
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.units import format_bytes
 from ctdr_lightning.decomposition.choose.select import Layer
@@ -23,12 +21,10 @@ from ctdr_lightning.decomposition.methods.base import FactorCost
 from ctdr_lightning.decomposition.shapes.geometry import Geometry
 from ctdr_lightning.decomposition.shapes.layer_kinds import is_channels_last, weight_of
 
-if TYPE_CHECKING:
-    from ctdr_lightning.basics.devices import DeviceModel
-
 OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "rmsprop": 1, "adam": 2, "adamw": 2}
 NOT_CALLED = "its forward is not called: the weight is read directly, or the layer is not used"
 _TOLERANCE = 1.05
+_LINEAR_AXES = 2  # a weight of more belongs to a convolution, which cuDNN runs
 _PASSES = 3
 
 
@@ -121,7 +117,7 @@ def check_pays(layer: Layer, candidate: Candidate, costs: CostModel) -> None:
     """Let a factorization through that saves memory and, where asked, time.
 
     Raises:
-        KeepDenseError: Saying what it would cost.
+        KeepDenseError: With its costs.
     """
     if layer.calls is None or not costs.gates:
         return
@@ -161,8 +157,9 @@ def predicted_seconds(layer: Layer, candidate: Candidate | None) -> float:
     """Forward and backward of one step on the layer's device by its roofline."""
     assert layer.geometry is not None
     weight = weight_of(layer.module)
-    device = _device(weight.device)
-    rate = device.flops16_per_s if weight.element_size() <= 2 else device.flops32_per_s
+    device = model_of(weight.device)
+    whole = product_flops32_per_s(device, by_cudnn=weight.dim() > _LINEAR_AXES)
+    rate = device.flops16_per_s if weight.element_size() <= 2 else whole
     seconds = 0.0
     for shape in layer.calls or ():
         n_inputs = math.prod(shape)
@@ -171,12 +168,3 @@ def predicted_seconds(layer: Layer, candidate: Candidate | None) -> float:
             seconds += _PASSES * max(device.launch_s, factor.flops / rate, moved / device.bytes_per_s)
             n_inputs = factor.outputs
     return seconds
-
-
-def _device(device: torch.device) -> DeviceModel:
-    from ctdr_lightning.basics.devices import DEVICES, device_model  # only predictions need the memory half
-
-    if device.type != "cuda":
-        return device_model()
-    found = torch.cuda.get_device_name(device).lower().replace(" ", "")
-    return device_model(next((name for name in DEVICES if name in found), "a100"))

@@ -1,4 +1,4 @@
-"""How far a changed model's outputs are from the dense model's, whatever the outputs are.
+"""Distance of a changed model's outputs from the dense model's, for outputs of any kind.
 
 Logits (found by name, by class labels in the batch, or as log-probabilities) and probabilities are compared by the
 mean Kullback-Leibler divergence KL(dense || changed) in nats. Other outputs are compared by half the squared error over
@@ -8,7 +8,7 @@ the variance of the dense outputs: the KL of two Gaussians of that variance. Bot
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -45,6 +45,11 @@ class Judge:
         mean = total / len(self._dense)
         return mean if mean == mean else float("inf")
 
+    def spread(self) -> float:
+        """Mean divergence of the dense outputs from their own mean, in nats: small where the model knows little yet."""
+        outputs = [output for found in self._dense for output in found]
+        return sum(_between(output, _mean_of(output)) for output in outputs) / max(len(outputs), 1)
+
 
 def outputs_of(model: nn.Module, batches: Batches, batch: Any) -> list[Output]:
     """Every tensor that a step's last module calls give, with its name, kind and class axis."""
@@ -80,20 +85,16 @@ def watched_outputs(model: nn.Module) -> Iterator[list[Any]]:
         if depth == 0:
             given.append(output)
 
-    handles = []
-    for module in model.modules():
-        if next(module.parameters(), None) is not None:
-            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            handles.append(module.register_forward_hook(leave, with_kwargs=True))
-    try:
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if next(module.parameters(), None) is not None:
+                hooks.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(leave, with_kwargs=True))
         yield given
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def kind_of_output(name: str, tensor: Tensor, batch: Any) -> tuple[Kind, int]:
-    """What an output is, and the axis of its classes."""
+    """Kind of an output, and the axis of its classes."""
     tensor = tensor.detach()
     axis = _class_axis(tensor, batch)
     if axis is not None or "logits" in name:
@@ -109,7 +110,7 @@ def kind_of_output(name: str, tensor: Tensor, batch: Any) -> tuple[Kind, int]:
 
 
 def _class_axis(tensor: Tensor, batch: Any) -> int | None:
-    """Where whole-number labels of the batch fit an output without one axis, that axis is the classes'."""
+    """The axis of the classes: the one without which integer labels of the batch fit the output."""
     for leaf in tree_leaves(batch):
         if not isinstance(leaf, Tensor) or leaf.dtype not in (torch.int64, torch.int32) or tensor.ndim < 2:
             continue
@@ -124,7 +125,7 @@ def _leaves(output: Any) -> list[Any]:
 
 
 def named_tensors(given: Sequence[Any]) -> list[tuple[str, Tensor]]:
-    """The floating-point tensors of some outputs, by the key under which they stand; of a mapping with logits these."""
+    """The floating-point tensors of some outputs, by their key; of a mapping with logits these alone."""
     found = []
     for output in given:
         if isinstance(output, Mapping) and "logits" in output:
@@ -139,6 +140,19 @@ def named_tensors(given: Sequence[Any]) -> list[tuple[str, Tensor]]:
 @torch.no_grad()
 def _between(dense: Output, changed: Tensor) -> float:
     return float(distance(dense, changed)) if dense[1].shape == changed.shape else float("inf")
+
+
+def _mean_of(output: Output) -> Tensor:
+    """The one prediction for all samples that is nearest to an output."""
+    _, given, kind, axis = output
+    if kind == "values":
+        return given.mean().expand_as(given)
+    if kind == "probabilities":
+        return given.mean(0, keepdim=True).expand_as(given)
+    others = [dim for dim in range(given.ndim) if dim != axis % given.ndim]
+    shares = F.softmax(given, axis) if kind == "logits" else given
+    mean = shares.mean(others, keepdim=True).expand_as(given)
+    return mean.clamp_min(_SMALL).log() if kind == "logits" else mean
 
 
 def distance(dense: Output, changed: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -39,7 +39,7 @@ def with_given_shapes(layers: Sequence[Layer], shapes: Mapping[str, Sequence[int
     """Take input shapes as given, by layer name; layers without one are taken as never called.
 
     Raises:
-        ConfigError: When a name is not a layer's.
+        ConfigError: If a name is not a layer's.
     """
     unknown = set(shapes) - {layer.name for layer in layers}
     if unknown:
@@ -52,12 +52,11 @@ def _hooks(layers: Sequence[Layer], note: Callable[[str, Tensor], None]) -> Iter
     def hook(name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         note(name, args[0] if args else next(iter(kwargs.values())))
 
-    handles = [layer.module.register_forward_pre_hook(partial(hook, layer.name), with_kwargs=True) for layer in layers]
-    try:
+    with ExitStack() as hooks:
+        for layer in layers:
+            own = partial(hook, layer.name)
+            hooks.enter_context(layer.module.register_forward_pre_hook(own, with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _call(model: nn.Module, inputs: Any) -> None:

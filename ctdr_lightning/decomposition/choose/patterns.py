@@ -18,7 +18,7 @@ def matches(pattern: str, name: str) -> bool:
     """Whether a pattern means a name: exact (a container means all within), glob, or ``re:`` and an expression.
 
     Raises:
-        ConfigError: When the expression after ``re:`` is malformed.
+        ConfigError: If the expression after ``re:`` is malformed.
 
     Example:
         >>> matches("layer4", "layer4.0.conv1"), matches("*.conv?", "layer4.0.conv1"), matches("re:.*conv[12]", "conv3")
@@ -48,7 +48,7 @@ def lookup(mapping: Mapping[str, T], name: str, argument: str) -> T | None:
     characters.
 
     Raises:
-        ConfigError: When two equally specific patterns say different things.
+        ConfigError: If two equally specific patterns say different things.
     """
     found = sorted((p for p in mapping if matches(p, name)), key=lambda p: _specificity(p, name), reverse=True)
     if not found:

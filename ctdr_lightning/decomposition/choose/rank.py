@@ -1,4 +1,4 @@
-"""How much of a layer is kept: one registered rule a way of saying it."""
+"""Rules for the rank of a layer: one registered rule for each notation."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ class Rule:
 
     Args:
         choose: (method, geometry, canonical weight, value, multiple) to a candidate; raises KeepDenseError.
-        best: What ``method="auto"`` minimises over methods: "error", "parameters", or None for the natural method.
-        takes: What the value must be, for errors; None where there is none.
+        best: Quantity that ``method="auto"`` minimises over methods: "error", "parameters", or None for the natural
+            method.
+        takes: Description of valid values, for errors; None if there is none.
         check: Whether a value is allowed.
     """
 
@@ -54,7 +55,7 @@ class RankSpec:
         """Read ``0.5``, ``16``, ``(8, 16)``, ``"vbmf"`` or ``"error=0.05"``.
 
         Raises:
-            ConfigError: When it is none of these or its value is out of range.
+            ConfigError: If it has another form or its value is out of range.
         """
         if isinstance(rank, str):
             return _parse_text(rank, name)
@@ -138,14 +139,14 @@ def explicit(method: Method, geometry: Geometry, ranks: Ranks, name: str) -> Can
     """A candidate with exactly these ranks.
 
     Raises:
-        ConfigError: When their number is wrong or one is above its mode.
+        ConfigError: If their number is wrong or one is above its mode.
     """
     most = method.max_ranks(geometry)
     if len(ranks) != len(most):
         raise ConfigError(f"{name}: {method.name} has {len(most)} ranks here, found {list(ranks)}.", "Give them all.")
     if min(ranks) < 1 or method.feasible(geometry, ranks) != ranks:
         problem = f"{name}: {method.name} ranks {list(ranks)} are not in 1..{list(most)}"
-        raise ConfigError(f"{problem} or above what their neighbours can use.", "Lower them, or leave the layer out.")
+        raise ConfigError(f"{problem} or above the limit of their neighbours.", "Lower them, or leave the layer out.")
     return method.at(geometry, ranks)
 
 
@@ -159,10 +160,10 @@ def ranked(
         methods: At least one; the first is the natural one.
         geometry: The layer's geometry.
         weight: Canonical weight (groups, out, in, *kernel), in the precision to compute in.
-        multiple: What ranks are rounded to.
+        multiple: Ranks are rounded to multiples of it.
 
     Raises:
-        KeepDenseError: When no method offers a candidate.
+        KeepDenseError: If no method offers a candidate.
     """
     rule = RANK_RULES[spec.rule]
     found: list[Candidate] = []

@@ -29,8 +29,8 @@ class Layer:
         kind: Class of the dense layer ("Conv2d").
         module: The module: dense, or factorized already.
         geometry: Its geometry; None where it cannot be read (lazy layers).
-        refusal: Why it must stay as it is; empty when it may be decomposed.
-        calls: Input shapes of one step's calls; None where nobody looked.
+        refusal: The reason why it must stay dense; empty if it may be decomposed.
+        calls: Input shapes of one step's calls; None if they were not observed.
         whitening: Cholesky factor (groups, in, in) of the input channels' second moments, where data was given.
         twins: Names of the layers whose weight is the same tensor; they will run this layer's factors.
         owner: Name of the layer whose weight it shares; empty where the weight is its own.
@@ -67,7 +67,7 @@ def find_layers(model: nn.Module, select: str | Sequence[str] | None = None) -> 
         select: Patterns of layer names (``"layer4.*"``, ``"!head"``); None takes all.
 
     Raises:
-        ConfigError: When ``model`` is itself a layer, has no layer to decompose, a pattern means none, or nothing is
+        ConfigError: If ``model`` is itself a layer, has no layer to decompose, a pattern means none, or nothing is
             selected.
     """
     if kind_of(model) or isinstance(model, FactorizedLayer):
@@ -102,10 +102,10 @@ def _narrow(layers: list[Layer], select: str | Sequence[str] | None) -> list[Lay
 
 @dataclass(frozen=True)
 class _Ties:
-    """Which weights stand in a model more than once.
+    """Weights that occur in a model more than once.
 
     Args:
-        owners: Names under which each parameter stands, by its identity; one module reached by two paths counts once.
+        owners: Names of each parameter, by its identity; one module reached by two paths counts once.
         groups: For each layer of a group that can run one pair of factors the group's names, the owner's first.
     """
 

@@ -1,4 +1,4 @@
-"""What a few batches tell of each layer: the inputs' covariance, and how much the loss minds an error of the outputs.
+"""Evidence from a few batches on each layer: the inputs' covariance, and the loss's sensitivity to output errors.
 
 Fisher coefficient of a layer: ``E|g|^2 E|y|^2`` of its outputs y, g the loss's gradient by them, found by one backward
 a batch. Its square root weighs the layer's barrier ``-log(1 - e^2)`` (see `allocate`). The root and the barrier are
@@ -15,7 +15,7 @@ BatchNorm behind, takes it up anyway. Second moments made e tiny and the barrier
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -51,7 +51,7 @@ class _Sums:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What batches told of the layers, by name; a layer that no batch reached has no entry.
+    """Evidence from batches on the layers, by name; a layer that no batch reached has no entry.
 
     Args:
         calls: Input shapes of one batch's calls.
@@ -115,7 +115,7 @@ def whitening(covariance: Tensor) -> Tensor:
     """Cholesky factor L (groups, in, in) of a regularised covariance: ``||W L||`` measures the outputs' change."""
     values = torch.linalg.eigvalsh(covariance)
     top = values[:, -1].clamp_min(1e-30)
-    # Where the mean is far above the spread, what rounding leaves of their difference has eigenvalues below zero.
+    # If the mean is far above the spread, rounding gives their difference eigenvalues below zero.
     ridge = _REGULARIZATION + 2 * (-values[:, 0] / top).clamp_min(0.0)
     eye = torch.eye(covariance.shape[-1]).to(covariance)
     return torch.linalg.cholesky(covariance / top[:, None, None] + ridge[:, None, None] * eye)
@@ -141,12 +141,11 @@ def _listening(layers: Sequence[Layer], sums: Mapping[str, _Sums], first: bool) 
 
         return layer.module.register_forward_hook(hook, with_kwargs=True)
 
-    handles = [listen(layer) for layer in layers if layer.name in sums]
-    try:
+    with ExitStack() as hooks:
+        for layer in layers:
+            if layer.name in sums:
+                hooks.enter_context(listen(layer))
         yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _note_call(geometry: Geometry, own: _Sums, x: Tensor, y: Tensor, first: bool) -> None:

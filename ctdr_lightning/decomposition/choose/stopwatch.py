@@ -26,7 +26,7 @@ _AT_LEAST_S = 0.005
 
 @dataclass(frozen=True)
 class Job:
-    """What is measured, and the key under which it is kept."""
+    """A measurement, and the key under which it is kept."""
 
     geometry: Geometry
     method: str

@@ -2,7 +2,7 @@
 
 ``nn.MultiheadAttention`` holds three of its four weights as one bare parameter and reads ``out_proj.weight`` itself: no
 layer runs that could be replaced. :class:`OpenAttention` computes the same with four linear layers that are called. It
-still answers to every attribute of the class that it stands for, so that ``nn.TransformerEncoderLayer``'s fast path,
+still has every attribute of the class that it replaces, so that ``nn.TransformerEncoderLayer``'s fast path,
 which reads the weights, computes with the factors' product.
 """
 
@@ -38,7 +38,7 @@ class OpenAttention(nn.MultiheadAttention):
     """Multi-head attention with the children ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj``, all called.
 
     Args:
-        fused: The attention to stand for. Its output projection and key and value biases are taken over; the fused
+        fused: The attention to replace. Its output projection and key and value biases are taken over; the fused
             input projection is copied into three linear layers.
 
     Example:
@@ -112,7 +112,7 @@ class OpenAttention(nn.MultiheadAttention):
         """Attend; arguments, shapes and results as those of ``nn.MultiheadAttention``.
 
         Raises:
-            RuntimeError: When ``is_causal`` is given without a mask.
+            RuntimeError: If ``is_causal`` is given without a mask.
         """
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
@@ -155,7 +155,7 @@ class OpenAttention(nn.MultiheadAttention):
         return self._heads(k), self._heads(v)
 
     def _mask(self, attention: Tensor | None, padding: Tensor | None, q: Tensor, n_keys: int) -> Tensor | None:
-        """What is added to the scores, broadcast over (batch, heads, queries, keys)."""
+        """The mask that is added to the scores, broadcast over (batch, heads, queries, keys)."""
         parts = []
         if attention is not None:
             added = _as_added(attention, q.dtype)
@@ -174,8 +174,6 @@ def opened(model: nn.Module) -> Iterator[None]:
 
     Afterwards those with nothing but plain linear layers are the modules that they were, weights and all.
 
-    Args:
-        model: Any module.
     """
     before: dict[nn.Module, nn.Module] = {}
 

@@ -20,14 +20,11 @@ def merge(model: nn.Module) -> nn.Module:
     The outputs stay those of the factorized model. Weights that were tied are tied again, and attentions hold their
     projections fused again.
 
-    Args:
-        model: Any module.
-
     Returns:
         The same model.
 
     Raises:
-        ConfigError: When ``model`` itself is a factorized layer, which has no parent to be replaced in.
+        ConfigError: If ``model`` itself is a factorized layer, which has no parent to be replaced in.
 
     Example:
         >>> from torch import nn

@@ -84,7 +84,7 @@ class FactorizedLayer(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight that the factors stand for, differentiable, in the dense layer's own layout."""
+        """The dense weight that the factors represent, differentiable, in the dense layer's own layout."""
         pairs = zip(self.factor_geometries, self.factor_layers, strict=True)
         factors = [geometry.canonical(weight_of(layer)) for geometry, layer in pairs]
         return self.geometry.native(METHODS[self.method].compose(self.geometry, self.ranks, factors))
@@ -126,7 +126,7 @@ class FactorizedTransposed(FactorizedLayer):
     """A transposed convolution, which can be told its output's size at the call."""
 
     def forward(self, x: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
-        """Run the chain; each layer is told the size of the axes it acts on."""
+        """Run the chain; each layer receives the size of the axes it acts on."""
         if output_size is None:
             return self.chain(x)
         n_axes = self.geometry.n_axes

@@ -36,13 +36,13 @@ def restore(model: nn.Module, checkpoint: str | Path | Mapping[str, Any], prefix
     Args:
         model: The architecture that was decomposed, dense or factorized in any way.
         checkpoint: A path, a Lightning checkpoint, or a state dict.
-        prefix: What the model's entries start with there: ``"net."`` where a LightningModule holds it as ``self.net``.
+        prefix: Prefix of the model's entries there: ``"net."`` if a LightningModule holds it as ``self.net``.
 
     Returns:
         The same model.
 
     Raises:
-        CheckpointError: When the checkpoint cannot be read, is not one, or belongs to another architecture; the
+        CheckpointError: If the checkpoint cannot be read, is not one, or belongs to another architecture; the
             model's weights are then as they were.
 
     Example:
@@ -77,13 +77,13 @@ def rebuild_from_state_dict(
     Args:
         module: The module whose layers are looked at, in place.
         state_dict: Names and tensors.
-        prefix: What the module's own names start with in ``state_dict`` (``"module."``).
+        prefix: Prefix of the module's own names in ``state_dict`` (``"module."``).
 
     Returns:
         Each replaced layer and its new one.
 
     Raises:
-        CheckpointError: When factors are there that fit no layer.
+        CheckpointError: If factors are there that fit no layer.
     """
     opened = open_attention(module, lambda name: _is_open(state_dict, f"{prefix}{name}."))
     swaps: dict[nn.Module, nn.Module] = {}

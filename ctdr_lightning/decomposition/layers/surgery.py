@@ -86,8 +86,8 @@ def unweigh(factors: Sequence[Tensor], whitening: Tensor) -> list[Tensor]:
 
 
 def replace_everywhere(model: nn.Module, swaps: dict[nn.Module, nn.Module]) -> None:
-    """Put each new module wherever its old one stands, shared uses included."""
+    """Put each new module in every place of its old one, shared uses included."""
     for parent in list(model.modules()):
-        for key, child in list(parent._modules.items()):  # named_children() hides a child that stands twice
+        for key, child in list(parent._modules.items()):  # named_children() hides the second occurrence of a child
             if child in swaps:
                 setattr(parent, key, swaps[child])

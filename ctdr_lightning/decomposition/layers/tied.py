@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer
 from ctdr_lightning.decomposition.shapes.layer_kinds import KINDS, kind_of, weight_of
 
-TIED_METHOD = "svd"  # two factors of one matrix: what a linear layer and an embedding can both run
+TIED_METHOD = "svd"  # two factors of one matrix, which both a linear layer and an embedding can run
 _SHAREABLE = ("linear", "embedding")
 _OWN = set(vars(nn.Module()))
 
@@ -26,7 +26,7 @@ class TiedLayer(nn.Module):
     """A linear layer or an embedding that runs the factors of the layer that its weight was tied to.
 
     Args:
-        dense: The layer to stand for; its bias is taken over.
+        dense: The layer to replace; its bias is taken over.
         owner: The factorized layer that holds the weight.
     """
 
@@ -36,7 +36,7 @@ class TiedLayer(nn.Module):
         self.dense_attributes = {name: value for name, value in vars(dense).items() if name not in _OWN}
         vars(self).update(self.dense_attributes)
         self.bias = getattr(dense, "bias", None)
-        self._owner = (owner,)  # in a tuple: as a child it would stand twice in the state dict
+        self._owner = (owner,)  # in a tuple: as a child it would be in the state dict twice
         self.train(dense.training)
 
     def follow(self, owner: FactorizedLayer) -> TiedLayer:
@@ -54,7 +54,7 @@ class TiedLayer(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight that the factors stand for, differentiable."""
+        """The dense weight that the factors represent, differentiable."""
         return self.owner.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -93,9 +93,6 @@ def factors_of(owner: FactorizedLayer) -> tuple[Tensor, Tensor]:
 def tied_groups(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
     """Layers with one weight among them that can run one pair of factors.
 
-    Args:
-        model: Any module.
-
     Returns:
         For each such weight the names and modules that use it, in the model's order, the owner first. A weight that
         anything else uses as well is not among them.
@@ -120,7 +117,7 @@ def _rows(module: nn.Module) -> int:
 
 
 def follow_owners(model: nn.Module, swaps: dict[nn.Module, nn.Module]) -> dict[nn.Module, nn.Module]:
-    """What becomes of the layers that are tied to those about to be replaced.
+    """Replacements of the layers that are tied to those about to be replaced.
 
     Args:
         model: The model before anything is replaced.

@@ -20,7 +20,7 @@ for _method in (SVD(), Tucker(), CP(), CP4(), TT(), TTLinear(), Spatial()):
 
 
 def method_for(name: str, geometry: Geometry) -> Method:
-    """The method of that name, or what it comes down to on a matrix (Tucker and CP of a matrix are its SVD)."""
+    """The method of that name, or its equivalent on a matrix (Tucker and CP of a matrix are its SVD)."""
     method = METHODS[name]
     while not method.supports(geometry):
         method = METHODS[method.matrix_method]

@@ -1,4 +1,4 @@
-"""What a decomposition method must tell: its chain of small layers, its solver, and what each rank would cost."""
+"""Interface of a decomposition method: its chain of small layers, its solver, and the cost of each rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Ranks = tuple[int, ...]
 
 
 class KeepDenseError(Exception):
-    """A reason to leave one layer as it is; never reaches the user as an error."""
+    """A reason to leave one layer dense; never reaches the user as an error."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Method(ABC):
         """Cost and error of every rank for a canonical weight (groups, out, in, *kernel)."""
 
     def compose(self, geometry: Geometry, ranks: Ranks, weights: Sequence[Tensor]) -> Tensor:
-        """The canonical weight that canonical factor weights (groups, out, in, *kernel) stand for, differentiable.
+        """The canonical weight that canonical factor weights (groups, out, in, *kernel) represent, differentiable.
 
         Each spatial axis has more than one tap in one factor only, so composing convolutions is a channel product with
         the kernels broadcast.
@@ -152,14 +152,14 @@ class Method(ABC):
         return Candidate(self, ranks, self.n_parameters(geometry, ranks))
 
     def uniform(self, geometry: Geometry, rank: int) -> Ranks:
-        """One number for every rank, cut to what the layer has."""
+        """One number for every rank, capped at the layer's own."""
         return self.feasible(geometry, (rank,) * len(self.max_ranks(geometry)))
 
     def within(self, geometry: Geometry, weight: Tensor, budget: int, multiple: int) -> Candidate:
         """The least error that a number of parameters buys.
 
         Raises:
-            KeepDenseError: When no rank is that cheap.
+            KeepDenseError: If no rank is that cheap.
         """
         table = self.table(geometry, weight).rounded(multiple)
         table = table.where(table.parameters <= budget)
@@ -171,7 +171,7 @@ class Method(ABC):
         """The fewest parameters whose relative error is at most a bound.
 
         Raises:
-            KeepDenseError: When no rank is that exact.
+            KeepDenseError: If no rank is that exact.
         """
         table = self.table(geometry, weight).rounded(multiple)
         table = table.where(table.error <= bound)
@@ -185,7 +185,7 @@ class Method(ABC):
         return [torch.cat(parts) for parts in zip(*groups, strict=True)]
 
     def costs(self, geometry: Geometry, ranks: Ranks, axes: tuple[int, ...]) -> list[FactorCost]:
-        """What each factor costs on one sample whose spatial (or, before the features, leading) sizes are ``axes``."""
+        """Cost of each factor on one sample whose spatial (or, before the features, leading) sizes are ``axes``."""
         found = []
         for factor in self.factor_geometries(geometry, ranks):
             flops, axes = factor.flops(axes), factor.output_axes(axes)

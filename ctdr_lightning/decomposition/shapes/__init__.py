@@ -1,1 +1,1 @@
-"""What a dense layer is: its kind and its geometry."""
+"""Description of a dense layer: its kind and its geometry."""

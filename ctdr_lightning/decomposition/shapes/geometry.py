@@ -1,4 +1,4 @@
-"""The shape of one layer: what its weight looks like, what it costs, how to build it.
+"""The geometry of one layer: the layout of its weight, its cost, its construction.
 
 A dense layer and every small layer of its factorized form are described by the same record, so parameters,
 multiply-adds and stored activations are counted by one formula each.

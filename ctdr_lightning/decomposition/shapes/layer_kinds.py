@@ -18,7 +18,7 @@ class Kind:
     """A family of dense layers.
 
     Args:
-        matches: Whether a module belongs to the family and computes what the family's own forward does.
+        matches: Whether a module belongs to the family and computes the same as the family's own forward.
         geometry: Reads the module's hyperparameters.
     """
 

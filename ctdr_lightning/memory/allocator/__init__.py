@@ -1,1 +1,1 @@
-"""What an allocator makes of a plan's tensors: reserved bytes, fragmentation, addresses."""
+"""A plan's tensors in an allocator: reserved bytes, fragmentation, addresses."""

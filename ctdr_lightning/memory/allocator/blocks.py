@@ -1,8 +1,9 @@
-"""What a step asks of an allocator: requests and releases in order, under given actions.
+"""A step's requests to an allocator, and its releases, in order and under given actions.
 
-At a tick the op's outputs are asked for, then its workspace, which goes back at once; what nobody holds any more goes
-back when the tick is over. A replay asks for each tensor that it makes and lets go of it after its last reader; what
-stays is held until the simulator says so. What was there before the step is asked for first.
+At a tick the op's outputs are requested, then its workspace, which is released at once; tensors without a holder are
+released at the end of the tick. A replay requests each tensor when its op runs, also the result of an in-place op,
+because a replay must not write to its inputs. It releases the tensor after its last reader; a tensor that stays is
+held until the simulator's end of it. Tensors from before the step are requested first.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ctdr_lightning.memory.plans.actions import Actions, Offload
+from ctdr_lightning.memory.simulator.actions import Actions, Offload
 from ctdr_lightning.memory.simulator.away import link_to
 from ctdr_lightning.memory.simulator.effect import Effect
 from ctdr_lightning.memory.simulator.simulator import Simulator
@@ -35,13 +36,13 @@ class Lifetime:
 
 
 # When something happens: a tick, then outputs before workspaces and replays, and those before releases; then an order.
-_Moment = tuple[int, int, int]
+Moment = tuple[int, int, int]
 _OUTPUTS, _INSIDE, _RELEASES = 0, 1, 2
-_Request = tuple[int, _Moment, _Moment]
+Request = tuple[int, Moment, Moment]
 
 
 def lifetimes(trace: Trace, actions: Actions | None = None) -> list[Lifetime]:
-    """All requests of a step, in order; those for what is there before the step come first.
+    """All requests of a step, in order; those for tensors from before the step come first.
 
     Args:
         trace: The recorded step.
@@ -54,6 +55,14 @@ def lifetimes(trace: Trace, actions: Actions | None = None) -> list[Lifetime]:
         >>> lifetimes(Trace((), (), (), 0, resident_bytes=512))
         [Lifetime(n_bytes=512, first=0, last=1)]
     """
+    return _in_order(requests_of(trace, actions))
+
+
+def requests_of(trace: Trace, actions: Actions | None = None) -> list[Request]:
+    """The requests by their moments: ``(bytes, first, last)``. A moment begins with its tick.
+
+    The most that is live within a tick equals the simulator's figure for the tick.
+    """
     simulator = Simulator(trace, actions)
     requests = [*_before(trace, simulator), *_tensors(trace, simulator)]
     places: Counter[int] = Counter()
@@ -63,26 +72,26 @@ def lifetimes(trace: Trace, actions: Actions | None = None) -> list[Lifetime]:
             places[op.tick] = 1
     for effect in simulator.effects()[0]:
         requests += _replays(simulator.index, effect, places)
-    return _in_order(requests)
+    return requests
 
 
-def _in_order(requests: list[_Request]) -> list[Lifetime]:
+def _in_order(requests: list[Request]) -> list[Lifetime]:
     moments = sorted({moment for _, first, last in requests for moment in (first, last)})
     place = {moment: i for i, moment in enumerate(moments)}
     found = [Lifetime(n_bytes, place[first], place[last]) for n_bytes, first, last in requests]
     return sorted(found, key=lambda r: r.first)
 
 
-def _held(first: int, last: int) -> tuple[_Moment, _Moment]:
+def _held(first: int, last: int) -> tuple[Moment, Moment]:
     return (first, _OUTPUTS, 0), (last, _RELEASES, 0)
 
 
-def _inside(tick: int, first: int, last: int) -> tuple[_Moment, _Moment]:
+def _inside(tick: int, first: int, last: int) -> tuple[Moment, Moment]:
     return (tick, _INSIDE, 2 * first), (tick, _INSIDE, 2 * last + 1)
 
 
-def _before(trace: Trace, simulator: Simulator) -> Iterator[_Request]:
-    """What is in memory all along; what the step did not touch counts as one request."""
+def _before(trace: Trace, simulator: Simulator) -> Iterator[Request]:
+    """Bytes that are resident throughout; those that the step does not touch count as one request."""
     known = [s.n_bytes for s in trace.storages if s.born < 0]
     used = {action.to for action in simulator.actions.values() if isinstance(action, Offload)}
     staging = [link_to(trace, name).device_bytes for name in sorted(used)]
@@ -91,8 +100,8 @@ def _before(trace: Trace, simulator: Simulator) -> Iterator[_Request]:
             yield (n_bytes, *_held(-1, trace.n_ticks))
 
 
-def _tensors(trace: Trace, simulator: Simulator) -> Iterator[_Request]:
-    """What the ops make and what codecs and transfers put in its place."""
+def _tensors(trace: Trace, simulator: Simulator) -> Iterator[Request]:
+    """Outputs of the ops, and the bytes that codecs and transfers put in their place."""
     for storage, end in zip(trace.storages, simulator.timeline().ends, strict=True):
         if storage.born >= 0 and storage.n_bytes:
             yield (storage.n_bytes, *_held(storage.born, min(int(end), trace.n_ticks)))
@@ -101,34 +110,24 @@ def _tensors(trace: Trace, simulator: Simulator) -> Iterator[_Request]:
             yield (n_bytes, *_held(first, last))
 
 
-def _replays(index: TraceIndex, effect: Effect, places: Counter[int]) -> Iterator[_Request]:
-    """The requests of a group's replays, and of what they leave behind.
+def _replays(index: TraceIndex, effect: Effect, places: Counter[int]) -> Iterator[Request]:
+    """The requests of a group's replays, each when the op runs that makes it.
 
     Args:
         index: The recorded step.
         effect: The group's.
         places: For each tick how many moments inside of it are taken.
     """
-    # The simulator counts what stays from the tick after its replay; the replay's own bytes are in its peak.
-    left = Counter((first - 1, n_bytes) for first, _, n_bytes in effect.intervals)
-    for first, last, n_bytes in effect.intervals:
-        yield (n_bytes, *_held(first - 1, last))
     for tick, _, ops in effect.replays:
         start = places[tick]
         places[tick] += len(ops)
-        for n_bytes, first, last in _replay(index, ops, tick, left):
-            yield (n_bytes, *_inside(tick, start + first, start + last))
-
-
-def _replay(index: TraceIndex, ops: list[int], tick: int, left: Counter[tuple[int, int]]) -> Iterator[tuple[int, ...]]:
-    """``(bytes, first, last)`` of all that a replay makes and does not leave behind, by places in its list of ops."""
-    last_use = {source: place for place, op in enumerate(ops) for source in index.sources[op]}
-    for place, op in enumerate(ops):
-        if index.temps[op]:
-            yield index.temps[op], place, place
-        for value in index.made[op]:
-            n_bytes = index.n_bytes[value]
-            if left[tick, n_bytes] > 0:
-                left[tick, n_bytes] -= 1
-            else:
-                yield n_bytes, place, max(last_use.get(value, place), place)
+        last_use = {source: place for place, op in enumerate(ops) for source in index.sources[op]}
+        for place, op in enumerate(ops):
+            if index.temps[op]:
+                yield (index.temps[op], *_inside(tick, start + place, start + place))
+            for value in index.made[op]:
+                until = effect.left.get((tick, value))
+                # a value that ends with the replay is live until the replay's last op
+                last = len(ops) - 1 if until is not None else max(last_use.get(value, place), place)
+                first, gone = _inside(tick, start + place, start + last)
+                yield index.n_bytes[value], first, (until, _RELEASES, 0) if until is not None and until > tick else gone

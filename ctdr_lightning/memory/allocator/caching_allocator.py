@@ -8,7 +8,7 @@ Reproduced: sizes are rounded up to 512 bytes; up to 1 MiB come from the small p
     where 512 bytes (small pool) or more than 1 MiB (large pool) are left over; a freed block is joined with its free
     neighbours; where a limit is reached, segments that are wholly free go back and the request is tried again. With
     expandable segments a pool is one segment, which grows by pages of 2 MiB (small) or 20 MiB (large) and is split
-    wherever 512 bytes are left over.
+    wherever 512 bytes are left over; its free end counts as large as it can grow, so that another block is preferred.
 Left out: more than one stream, ``max_split_size_mb``, ``roundup_power2_divisions``, garbage collection by threshold;
     of an expandable segment only the pages at its end go back at the limit, so that it is judged a little too hard.
 
@@ -80,6 +80,8 @@ class _Pool:
         if place == len(self.free):
             return None
         block = self.free[place][2]
+        if block is self.last and place + 1 < len(self.free):
+            block = self.free[place + 1][2]  # the end of a segment that can grow counts as the largest
         self.remove(block)
         return block
 
@@ -206,7 +208,7 @@ class CachingAllocator:
         return True
 
     def _flush(self) -> None:
-        """Give back what lies free: whole segments, or the pages at the end of expandable ones."""
+        """Give free memory back: whole segments, or the pages at the end of expandable ones."""
         self.n_flushes += 1
         for pool in self._pools:
             if self.expandable:
@@ -235,7 +237,7 @@ class CachingAllocator:
 
 
 def segment_bytes(size: int) -> int:
-    """How much is reserved for a rounded request that no free block can serve."""
+    """Bytes reserved for a rounded request that no free block can serve."""
     if size <= SMALL_REQUEST:
         return SMALL_SEGMENT
     if size < LARGE_SEGMENT_BELOW:

@@ -1,11 +1,11 @@
-"""What CUDA's allocator reserves for a step: the question of DNNMem and xMem, asked of a plan.
+"""Bytes that CUDA's allocator reserves for a step: the question of DNNMem and xMem, answered for a plan.
 
 Gao et al., "Estimating GPU Memory Consumption of Deep Learning Models" (DNNMem), ESEC/FSE 2020; Shi et al., "xMem",
 2025.
 
 Reproduced: the step's requests and releases in order are played through a model of the framework's own allocator, so
     that rounding, segments and fragmentation count, and not tensors alone.
-Modelled: the CUDA context, which takes some hundred MiB besides, is not part of it, nor are libraries' workspaces that
+Modelled: the CUDA context, which takes some hundred MiB more, is not part of it, nor are libraries' workspaces that
     the trace does not hold.
 Left out: other frameworks, and other processes on the device.
 
@@ -22,16 +22,22 @@ from ctdr_lightning.basics.units import format_bytes
 from ctdr_lightning.memory.allocator.blocks import Lifetime, lifetimes
 from ctdr_lightning.memory.allocator.caching_allocator import Block, CachingAllocator, NoMemoryLeft
 from ctdr_lightning.memory.allocator.packing import pack
-from ctdr_lightning.memory.plans.actions import Actions
+from ctdr_lightning.memory.simulator.actions import Actions
 from ctdr_lightning.memory.traces.trace import Trace
 
-# A step finds the free blocks of the one before it. Of six torchvision nets none reserved more after its first step.
+# A step finds the free blocks of the one before it. Of six torchvision nets none reserved more after its first step;
+# under a limit the second may still give segments back that only the first had asked for.
 N_STEPS = 2
+N_STEPS_WITHIN = 3
+_NOT_MODELLED = (
+    "garbage_collection_threshold", "large_segment_size_mb", "max_split_size_mb", "per_process_memory_fraction",
+    "roundup_power2_divisions",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """What the allocator makes of a step.
+    """A step in the allocator.
 
     Attributes:
         allocated_bytes: Peak of the blocks that are in use: tensors, rounded.
@@ -57,12 +63,12 @@ class Reserved:
         )
         return (
             f"CUDA's allocator reserves {reserved}, {self.fragmentation:.1%} above the tensors; {expandable} with "
-            f"expandable segments; static addresses would take {packed}."
+            f"expandable segments; static addresses would take {packed}.{_caveat()}"
         )
 
 
 def reserved_by(trace: Trace, actions: Actions | None = None) -> Reserved:
-    """Predict what CUDA's allocator reserves for a step that is repeated.
+    """Predict the bytes that CUDA's allocator reserves for a step that is repeated.
 
     Args:
         trace: The recorded step.
@@ -82,34 +88,71 @@ def reserved_by(trace: Trace, actions: Actions | None = None) -> Reserved:
 
 
 def runs_within(trace: Trace, actions: Actions | None, limit_bytes: int, *, expandable: bool = False) -> bool:
-    """Whether a repeated step gets all of its memory from an allocator that may reserve so much.
+    """Whether a repeated step gets all of its memory from an allocator with this limit on reserved bytes.
 
     Args:
         trace: The recorded step.
         actions: By value id; None for the plain step.
-        limit_bytes: The most that may be reserved; the allocator gives free segments back before it fails.
+        limit_bytes: The most that may be reserved.
         expandable: Whether segments are expandable.
     """
+    return flushes_within(trace, actions, limit_bytes, expandable=expandable) == 0
+
+
+def flushes_within(trace: Trace, actions: Actions | None, limit_bytes: int, *, expandable: bool = False) -> int | None:
+    """Number of times in each step that an allocator with this limit on reserved bytes gives free segments back.
+
+    Each time the device is waited for, and memory is unmapped and mapped again: 20 to 200 ms of a step.
+
+    Args:
+        trace: The recorded step.
+        actions: By value id; None for the plain step.
+        limit_bytes: The most that may be reserved.
+        expandable: Whether segments are expandable.
+
+    Returns:
+        Times in a step to which others like it went before; None where there is no room for a step at all.
+    """
     try:
-        play(CachingAllocator(limit_bytes, expandable=expandable), lifetimes(trace, actions))
+        return play(CachingAllocator(limit_bytes, expandable=expandable), lifetimes(trace, actions), N_STEPS_WITHIN)
     except NoMemoryLeft:
-        return False
-    return True
+        return None
 
 
 def expandable_segments() -> bool:
     """Whether this process asks PyTorch for expandable segments, by the variables that its documentation names."""
-    settings = ",".join(os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-    return "expandable_segments:true" in settings.replace(" ", "").lower()
+    return _settings().get("expandable_segments") == "true"
 
 
-def play(allocator: CachingAllocator, requests: Sequence[Lifetime]) -> None:
-    """Run a step through an allocator, and once more with the free blocks that it left.
+def not_modelled() -> list[str]:
+    """The settings of PyTorch's allocator that this process asks for and that the model of it leaves out."""
+    found = _settings()
+    return [name for name in _NOT_MODELLED if name in found] + (
+        ["backend"] if found.get("backend", "native") != "native" else []
+    )
+
+
+def _settings() -> dict[str, str]:
+    text = ",".join(os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    pairs = (part.partition(":") for part in text.replace(" ", "").lower().split(","))
+    return {name: value for name, _, value in pairs if name}
+
+
+def _caveat() -> str:
+    names = not_modelled()
+    return f" The allocator's setting {' and '.join(names)} is not modelled." if names else ""
+
+
+def play(allocator: CachingAllocator, requests: Sequence[Lifetime], n_steps: int = N_STEPS) -> int:
+    """Run a step through an allocator, and again with the free blocks that it left.
+
+    Returns:
+        How often the last step had free segments given back.
 
     Raises:
         NoMemoryLeft: When the allocator's limit leaves no room for a request.
     """
-    # What is there before the step stays from the first step on; it is first in the list and last to be released.
+    # Tensors from before the step stay from the first step on: first in the list, last to be released.
     end = max((r.last for r in requests), default=0)
     staying = [r for r in requests if r.first == 0 and r.last == end]
     for request in staying:
@@ -120,8 +163,11 @@ def play(allocator: CachingAllocator, requests: Sequence[Lifetime]) -> None:
         if not (r.first == 0 and r.last == end)
         for event in ((r.first, 0, i), (r.last, 1, i))
     )
-    for _ in range(N_STEPS):
+    before = 0
+    for _ in range(n_steps):
+        before = allocator.n_flushes
         _step(allocator, requests, events)
+    return allocator.n_flushes - before
 
 
 def _step(allocator: CachingAllocator, requests: Sequence[Lifetime], events: Sequence[tuple[int, int, int]]) -> None:

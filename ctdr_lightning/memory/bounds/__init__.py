@@ -1,1 +1,1 @@
-"""What no plan beats: lower bounds of time and memory."""
+"""Lower bounds of time and memory that hold for every plan."""

@@ -1,4 +1,4 @@
-"""Where a program limits bytes: first where the plain step is highest, then at the worst places of plans that break it.
+"""Ticks at which a program limits bytes: first the highest of the plain step, then the worst of plans over the budget.
 
 Complexity: one simulation a plan.
 """
@@ -10,7 +10,7 @@ from bisect import bisect_left
 import numpy as np
 
 from ctdr_lightning.memory.bounds.staged_program import choose_ticks, least_bytes_at
-from ctdr_lightning.memory.plans.actions import Actions
+from ctdr_lightning.memory.simulator.actions import Actions
 from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.simulator import Simulator
 
@@ -22,7 +22,7 @@ class LimitedTicks:
     """The ticks of one budget.
 
     Args:
-        step: The step.
+        step: The step to plan.
         peak_bytes: Largest peak, weights included.
 
     Attributes:
@@ -61,7 +61,7 @@ class LimitedTicks:
 
 
 class _Places:
-    """Where bytes can be limited.
+    """Ticks at which bytes can be limited.
 
     Attributes:
         ops: Ticks of ops.

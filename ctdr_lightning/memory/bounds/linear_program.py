@@ -19,7 +19,7 @@ class Solution:
     Attributes:
         bound: No solution costs less.
         values: One number a variable.
-        cost: What they cost.
+        cost: Their cost.
     """
 
     bound: float
@@ -44,7 +44,7 @@ class LinearProgram:
         """Add a variable; returns its index.
 
         Args:
-            cost: What a whole one costs.
+            cost: Cost of the value 1.
             fixed: Whether it must be 1.
             whole: Whether only 0 and 1 will do where the program is solved in whole numbers.
         """
@@ -56,7 +56,7 @@ class LinearProgram:
 
     @property
     def n_variables(self) -> int:
-        """How many variables there are."""
+        """Number of variables."""
         return len(self._costs)
 
     def forbid(self, variable: int) -> None:
@@ -90,7 +90,7 @@ class LinearProgram:
         found = linprog(costs, A_ub=matrix, b_ub=limits, bounds=bounds, method="highs")
         if found.status == 2:
             return None
-        if found.status != 0:  # the solver gave up: what is fixed is all that is known
+        if found.status != 0:  # the solver gave up: only the fixed variables are known
             return Solution(float(costs @ lowest), lowest, float("inf"))
         prices = np.maximum(-found.ineqlin.marginals, 0)
         reduced = costs + matrix.T @ prices

@@ -1,11 +1,11 @@
-"""What no plan can beat: a lower bound on seconds at a budget, and the floor of memory.
+"""Bounds that hold for every plan: a lower bound on seconds at a budget, and the floor of memory.
 
 Both hold for every plan of the tape that keeps and recomputes, at tensor granularity; offload and compression are not
 covered. The bound is the relaxation of the staged program (see ``staged_program``), which is Checkmate's (Jain et al.,
-MLSys 2020) with bytes limited at a few ticks. One tick, where the plain step is highest, gives most of it: what is not
-held there must be made again at least once, from what is held. So it takes 0.2 s for ResNet-50, whose full tableau has
-a million rows; near linear in ops. Where the forward stands much higher than the backward, both have a tick, each in a
-program of its own. With one tick alone the program is nearly a knapsack, which is solved in whole
+MLSys 2020) with bytes limited at a few ticks. One tick, where the plain step is highest, gives most of it: a value
+that is not held there must be recomputed at least once, from values that are held. So it takes 0.2 s for ResNet-50,
+whose full tableau has a million rows; near linear in ops. Where the forward is much higher than the backward, both have
+a tick, each in a program of its own. With one tick alone the program is nearly a knapsack, which is solved in whole
 numbers too: where few large tensors fit, half a tensor more or less is most of the distance to the best plan. Where
 more ticks bind, ``auto`` goes on in rounds (see ``rounds``), which raise the bound and bring plans.
 """
@@ -13,6 +13,7 @@ more ticks bind, ``auto`` goes on in rounds (see ``rounds``), which raise the bo
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ctdr_lightning.memory.bounds.rounds import rounds_of
 from ctdr_lightning.memory.bounds.staged_program import StagedProgram, choose_ticks, least_bytes_at, lives_of
@@ -83,6 +84,12 @@ def sharp_bound_seconds(step: Prepared, peak_bytes: int) -> float:
 
 
 def floor_bytes(step: Trace | Prepared) -> int:
-    """Bytes that no plan's peak goes below: at some tick, what the program holds and what its op works on. Linear."""
+    """Bytes that no plan's peak goes below: the program's tensors and one op's operands, at the worst tick. Linear."""
     step = prepared(step)
     return int(least_bytes_at(step).max(initial=step.trace.resident_bytes))
+
+
+def held_by_the_program(trace: Trace) -> int:
+    """The peak if nothing that autograd saved took any memory: no place and no codec goes below."""
+    bare = replace(trace, values=tuple(replace(value, saves=()) for value in trace.values))
+    return int(lives_of(bare).bytes_at.max(initial=trace.resident_bytes))

@@ -18,7 +18,7 @@ from ctdr_lightning.memory.bounds.limited_ticks import LimitedTicks
 from ctdr_lightning.memory.bounds.linear_program import Solution
 from ctdr_lightning.memory.bounds.staged_program import StagedProgram, lives_of
 from ctdr_lightning.memory.bounds.tape_program import TapeProgram
-from ctdr_lightning.memory.plans.actions import Action
+from ctdr_lightning.memory.simulator.actions import Action
 from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.simulator import Simulator
 
@@ -35,7 +35,7 @@ MOST_ROUNDS, MOST_VARIABLES = 6, 2_500
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one round found.
+    """Result of one round.
 
     Attributes:
         bound_seconds: No plan is faster; infinite where none fits.
@@ -54,11 +54,11 @@ class Rounds:
     """The rounds at one peak, each made when it is first asked for.
 
     Args:
-        step: The step.
+        step: The step to plan.
         peak_bytes: Largest peak, weights included.
 
     Attributes:
-        found: What the rounds found that were made.
+        found: Results of the rounds so far.
     """
 
     def __init__(self, step: Prepared, peak_bytes: int) -> None:
@@ -71,7 +71,7 @@ class Rounds:
 
     @property
     def bound_seconds(self) -> float:
-        """The best bound of the rounds that were made, and of those that were noted besides."""
+        """The best bound of the rounds so far, and of the relaxations noted since."""
         return max([self._raised_s, *(found.bound_seconds for found in self.found)])
 
     def raise_to(self, bound_seconds: float) -> None:

@@ -7,10 +7,10 @@ once in its own place, and between two ticks (a stage) ops may run again, which 
     runs[k, op]     op runs again in the stage that starts at tick k            the paper's R
     later[k, op]    op runs again in that stage or in any after it
 
-A value that the backward asks for in a stage is there at its start or is made again in it; an op that runs again needs
-its inputs in the same way; what is there at a tick was there at the tick before or was made since. ``later`` says the
-same of all stages from k on, which is implied in whole numbers but makes the relaxation far tighter: one run cannot be
-had in halves. Bytes are limited at the ticks alone, so that every plan of the tape is a solution: the program bounds
+A value that the backward asks for in a stage is live at its start or is recomputed in it; an op that runs again needs
+its inputs in the same way; a value that is live at a tick was live at the tick before or was made since. ``later`` says
+the same of all stages from k on, which is implied in whole numbers but makes the relaxation far tighter: one run cannot
+be had in halves. Bytes are limited at the ticks alone, so that every plan of the tape is a solution: the program bounds
 all plans from below, with few ticks as with many.
 """
 
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ctdr_lightning.memory.bounds.linear_program import LinearProgram
-from ctdr_lightning.memory.plans.actions import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action
+from ctdr_lightning.memory.simulator.actions import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action
 from ctdr_lightning.memory.simulator.prepared import Prepared, prepared
 from ctdr_lightning.memory.traces.trace import Trace
 
@@ -45,7 +45,7 @@ class Lives:
 
 
 def lives_of(step: Trace | Prepared) -> Lives:
-    """What no plan can change. Linear in the trace."""
+    """The lives that no plan can change. Linear in the trace."""
     step = prepared(step)
     return step.once("lives", lambda: _lives(step.trace))
 
@@ -69,7 +69,7 @@ def _lives(trace: Trace) -> Lives:
 
 
 def least_bytes_at(step: Trace | Prepared) -> np.ndarray:
-    """Bytes at each tick that no plan goes below: what the program holds, and what its op works on. Linear."""
+    """Bytes at each tick that no plan goes below: the program's own tensors and its op's operands. Linear."""
     step = prepared(step)
     return step.once("least", lambda: _least(step.trace, lives_of(step)))
 
@@ -95,7 +95,7 @@ def _least(trace: Trace, lives: Lives) -> np.ndarray:
 
 @dataclass
 class StagedProgram:
-    """The program of a trace, and what its variables stand for.
+    """The program of a trace, and the meaning of its variables.
 
     Args:
         trace: The recorded step.
@@ -193,7 +193,7 @@ class StagedProgram:
                 self.program.at_most(terms, 0.0)
 
     def _persists(self, stage: int, value: int) -> None:
-        """What is there was there at the tick before or was made since; what is written over, only the latter."""
+        """A live value was live at the tick before or was made since; a value that is written over, only the latter."""
         terms = [(self.present[stage, value], 1.0)]
         written_over = value in self.trace.unholdable
         if not written_over and (not stage or self._given(stage - 1, value)):
@@ -205,7 +205,7 @@ class StagedProgram:
         self.program.at_most(terms, 0.0)
 
     def _limit_bytes(self) -> None:
-        """Bytes at each tick, as shares of the budget; values of one storage count once, what is made again apart."""
+        """Bytes at each tick, as shares of the budget; values of one storage count once, recomputed ones separately."""
         unit = max(self.budget_bytes, 1)
         on_storage: dict[tuple[int, int], list[int]] = {}
         rows: list[list[tuple[int, float]]] = [[] for _ in self.ticks]
@@ -236,7 +236,7 @@ class StagedProgram:
             threshold: From which share on a value counts as held, and an op, from one less it, as run again.
 
         Returns:
-            What the tape is to do so that the values of the solution are held and its ops run again.
+            The actions with which the values of the solution are held and its ops run again.
         """
         trace = self.trace
         held = {key for key, variable in self.present.items() if numbers[variable] > threshold}
@@ -258,12 +258,12 @@ class StagedProgram:
 
 
 def choose_ticks(trace: Trace, bytes_at: np.ndarray, budget_bytes: int, n_ticks: int) -> list[int]:
-    """Where to limit bytes: of the ticks over the budget the forward's highest, and evenly spread ones of the backward.
+    """Choose the ticks at which to limit bytes: the forward's highest over the budget, and some of the backward.
 
     Args:
         trace: The recorded step.
         bytes_at: Bytes of the plain step at each tick.
-        budget_bytes: The budget.
+        budget_bytes: Largest peak allowed.
         n_ticks: How many at most.
     """
     over = [op for op in trace.ops if bytes_at[op.tick] > budget_bytes]

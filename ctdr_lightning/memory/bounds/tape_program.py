@@ -1,4 +1,4 @@
-"""The staged program with what is known of the tape besides: what a plan cannot do although Checkmate's program could.
+"""The staged program with rules of the tape: it excludes solutions of Checkmate's program that no plan can carry out.
 
 Every rule below holds for every plan that keeps and recomputes, as the simulator plays it, so that the program still
 bounds all plans. In the arguments a plan gives each droppable saved value v one of three actions for the whole step:
@@ -10,10 +10,11 @@ Stays. Kept or made once, v is there from some tick on until its last release, a
     ``each``.
 Made once. A run of the op that makes v leaves v behind until its last release, but with ``each``. So
     ``runs[k] <= each + present[k + 1]``. With ``each``, every stage that asks for v runs its op.
-Fits. What is there under every plan and what is in use leave some room at a tick. A value that is larger than this room
+Fits. Values that are live under every plan and values in use leave some room at a tick. A value that is larger than
+this room
     is not there.
 Replays. Where a stage asks for one value alone, all its runs are one replay, at that unpack's tick u. While an op of it
-    runs, there are: what is there at u under every plan; the op's outputs, its workspace and the values that it reads;
+    runs, these are live: the values live at u under every plan; the op's outputs, its workspace and its inputs;
     saved values that are there from the stage's tick to beyond u, by the first rule; saved values that are there at the
     next tick and whose ops come before it, as they were there at u or were made before it in the same replay and stay.
 
@@ -30,7 +31,7 @@ from itertools import pairwise
 import numpy as np
 
 from ctdr_lightning.memory.bounds.staged_program import StagedProgram
-from ctdr_lightning.memory.plans.actions import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action, Recompute
+from ctdr_lightning.memory.simulator.actions import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action, Recompute
 
 
 @dataclass
@@ -60,7 +61,7 @@ class TapeProgram(StagedProgram):
             self._replays(stage)
 
     def actions_of(self, numbers: np.ndarray, threshold: float) -> dict[int, Action]:
-        """Whole actions from a solution's shares; it says itself what is kept and what is made again at each use."""
+        """Whole actions from a solution's shares, which also tell kept values from those recomputed at each use."""
         actions = super().actions_of(numbers, threshold)
         for value, each in self.each.items():
             if isinstance(actions.get(value), Recompute):
@@ -101,7 +102,7 @@ class TapeProgram(StagedProgram):
                 self.program.at_most([(each, 1.0), (run, -1.0)], 0.0)
 
     def _fits(self) -> None:
-        """Forbid what is larger than the room that is left at a tick whatever a plan does."""
+        """Forbid values that are larger than the room left at a tick under every plan."""
         trace = self.trace
         in_use = [{trace.values[v].storage for v in forced} for forced in self._forced]
         room = [self._room(stage, places) for stage, places in enumerate(in_use)]
@@ -134,7 +135,7 @@ class TapeProgram(StagedProgram):
                 self._limit_run(op, run, asks[0], through, through | there)
 
     def _is_apart(self, value: int, tick: int) -> bool:
-        """Whether the bytes of a value that is there are none of those that are there under every plan."""
+        """Whether the bytes of a live value are not among those that are live under every plan."""
         return self.lives.ends[self.trace.values[value].storage] < tick
 
     def _is_through(self, stage: int, value: int, asked: int) -> bool:
@@ -168,7 +169,7 @@ class TapeProgram(StagedProgram):
             self.program.at_most([*row, (run, of_run / unit)], room / unit)
 
     def _is_made_again(self, value: int, asked: int) -> bool:
-        """Whether a value that a replay reads takes bytes besides those that are there under every plan."""
+        """Whether a value that a replay reads takes bytes in addition to those that are live under every plan."""
         if self.lives.available[value] >= asked:
             return False
         return value in self.trace.unholdable or self._is_apart(value, asked)

@@ -20,10 +20,10 @@ class Encoded:
     """A tensor in fewer bytes.
 
     Attributes:
-        payload: What the next codec of a stack may write smaller still; shape ``(n,)``.
-        side: Tensors that decoding needs besides.
+        payload: Input of the next codec of a stack; shape ``(n,)``.
+        side: Further tensors that decoding needs.
         numbers: Plain numbers that decoding needs.
-        plain: Whether the codec found its assumption broken and left the payload as it was.
+        plain: Whether the codec found its assumption broken and left the payload unchanged.
     """
 
     payload: Tensor
@@ -36,11 +36,11 @@ class Codec(Protocol):
     """Writes a flat tensor in fewer bytes and back.
 
     Attributes:
-        exact: Whether the backward is bit-identical: contents come back to the bit, or what is lost is never read.
+        exact: Whether the backward is bit-identical: contents come back to the bit, or the lost part is never read.
         needs: The fact about a value that the codec relies on: ``"float"``, ``"bool"``, ``"two_valued"``, ``"index"``,
             ``"sign_only"`` or ``"zeros"``.
         payload_bits: Bits an element of the payload takes; 0 where its dtype is kept.
-        side_bits: Bits that it takes besides, for each element of the input.
+        side_bits: Further bits, for each element of the input.
         drops_zeros: Whether zeros are left out of the payload.
     """
 
@@ -58,7 +58,7 @@ class Codec(Protocol):
             row: How many neighbouring elements belong together: a channel's plane, or a token's features.
 
         Returns:
-            The encoded tensor; with ``plain`` set where the contents are not what the codec expects.
+            The encoded tensor, with ``plain`` set if the contents are not as the codec expects.
         """
         ...
 
@@ -66,7 +66,7 @@ class Codec(Protocol):
         """Write it out again.
 
         Args:
-            encoded: What ``encode`` returned.
+            encoded: Result of ``encode``.
             like: An empty tensor of the decoded dtype, on the device.
 
         Returns:
@@ -89,7 +89,7 @@ class _Stage:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A tensor after a tuple of codecs: what each of them left, the last one's payload among it."""
+    """A tensor after a tuple of codecs: the side tensors of each, and the last one's payload."""
 
     stages: tuple[_Stage, ...]
 
@@ -98,13 +98,18 @@ class Stack:
         return [t for stage in self.stages for t in stage.encoded.side] + [self.stages[-1].encoded.payload]
 
     def without_tensors(self) -> Stack:
-        """What decoding needs besides the tensors, which wait elsewhere."""
+        """A copy without the tensors, which wait elsewhere."""
         return Stack(tuple(_Stage(s.name, _emptied(s.encoded), s.like) for s in self.stages))
 
     @property
     def n_bytes(self) -> int:
         """Bytes of those tensors."""
         return sum(t.nbytes for t in self.tensors())
+
+
+def answers_at_once(tensor: Tensor) -> bool:
+    """Whether a question about contents costs no more than the answer; a GPU has to run its whole queue before."""
+    return tensor.device.type == "cpu"
 
 
 def _emptied(encoded: Encoded) -> Encoded:
@@ -121,7 +126,7 @@ def encode(flat: Tensor, codecs: Sequence[str], row: int = 256) -> Stack:
         row: How many neighbouring elements belong together.
 
     Raises:
-        ConfigError: When a name is not known.
+        ConfigError: If a name is not known.
 
     Example:
         >>> import torch
@@ -135,7 +140,7 @@ def encode(flat: Tensor, codecs: Sequence[str], row: int = 256) -> Stack:
         encoded = CODECS[name].encode(flat, row)
         stages.append(_Stage(name, encoded, flat.new_empty(0)))
         flat = encoded.payload
-    # Only the last payload is held: a stage's own payload is what the next one was made from.
+    # Only the last payload is held: each other payload was the next codec's input.
     *inner, last = stages
     freed = [_Stage(s.name, Encoded(s.like, s.encoded.side, s.encoded.numbers, s.encoded.plain), s.like) for s in inner]
     return Stack((*freed, last))
@@ -145,8 +150,8 @@ def decode(stack: Stack, tensors: Sequence[Tensor] | None = None) -> Tensor:
     """Undo ``encode``.
 
     Args:
-        stack: What it returned.
-        tensors: The stack's tensors, where they were elsewhere meanwhile and came back.
+        stack: Result of ``encode``.
+        tensors: The stack's tensors, if they were elsewhere meanwhile and came back.
 
     Returns:
         Shape ``(n,)``, of the dtype that was encoded.

@@ -18,7 +18,7 @@ class BFloat16:
     drops_zeros = False
 
     def encode(self, flat: Tensor, row: int) -> Encoded:
-        """Round; what is as short already stays as it is."""
+        """Round; a dtype of the same size or less stays unchanged."""
         return Encoded(flat, plain=True) if flat.itemsize <= 2 else Encoded(flat.to(torch.bfloat16))
 
     def decode(self, encoded: Encoded, like: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ class Float8:
     drops_zeros = False
 
     def encode(self, flat: Tensor, row: int) -> Encoded:
-        """Scale and round; what is not finite stays as it is."""
+        """Scale and round; a tensor with values that are not finite stays unchanged."""
         largest = flat.abs().amax().float() if flat.numel() else flat.new_zeros((), dtype=torch.float32)
         if not 0 < float(largest) < float("inf"):
             return Encoded(flat, plain=True)

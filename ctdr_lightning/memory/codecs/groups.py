@@ -1,7 +1,8 @@
 """Floats as small integers by groups with stochastic rounding, after ActNN (Chen et al., ICML 2021).
 
 Every group of neighbouring elements, one channel's plane or one token's features, has its own least value and step.
-An element is rounded up with the probability of what rounding down would lose, so that its expectation is exact. The
+An element is rounded up with a probability equal to the fraction that rounding down would lose, so that its
+expectation is exact. The
 random numbers come from a generator of our own: the program's random state is not touched.
 """
 
@@ -18,7 +19,7 @@ _SEED = 0x9E3779B9
 
 
 def group_length(row: int) -> int:
-    """How many elements share a least value and a step: a row, cut or joined to a sensible length."""
+    """Number of elements that share a least value and a step: a row, cut or joined to a sensible length."""
     while row > MOST_GROUP:
         row = -(-row // 2)
     return row if row >= LEAST_GROUP else row * -(-LEAST_GROUP // max(row, 1))

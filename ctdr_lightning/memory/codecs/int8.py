@@ -18,7 +18,7 @@ class Int8:
     drops_zeros = False
 
     def encode(self, flat: Tensor, row: int) -> Encoded:
-        """Round to levels; what is not finite stays as it is."""
+        """Round to levels; a tensor with values that are not finite stays unchanged."""
         found = quantise(flat, row, 256) if flat.numel() else None
         if found is None:
             return Encoded(flat, plain=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ctdr_lightning.memory.codecs.base import CODECS, Encoded
 from ctdr_lightning.memory.codecs.packing import INTEGERS, pack_bits, unpack_as
 
-_PARTS = 4  # what is compared at a time takes memory of its own: a quarter of the mask's
+_PARTS = 4  # each part's comparison takes memory of its own: a quarter of the mask's
 
 
 class Mask:
@@ -24,7 +24,7 @@ class Mask:
     drops_zeros = False
 
     def encode(self, flat: Tensor, row: int) -> Encoded:
-        """Pack where it is not zero; what has a third value stays as it is."""
+        """Pack the test for zero; a tensor with a third value stays unchanged."""
         if not flat.numel():
             return Encoded(flat, plain=True)
         bits, other = flat.view(INTEGERS[flat.itemsize]), flat.amax()
@@ -43,7 +43,7 @@ class Mask:
 
 
 def _differ(bits: Tensor, other: Tensor) -> Tensor:
-    """Where integers are not another: a third value, a negative zero and a NaN are all found.
+    """Elementwise inequality of integers: finds a third value, a negative zero and a NaN alike.
 
     ``bits != other`` is the same and takes five times as long: comparisons are not vectorised.
     """

@@ -1,4 +1,4 @@
-"""Eight booleans in a byte and back, in a few tensor operations: what several codecs share."""
+"""Eight booleans in a byte and back, in a few tensor operations: shared by several codecs."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def unpack_as(packed: Tensor, n: int, one: float, like: Tensor) -> Tensor:
 
     Args:
         packed: Shape ``(ceil(n / 8),)``, dtype uint8.
-        n: How many booleans there are.
-        one: What stands for true. Zero stands for false.
+        n: Number of booleans.
+        one: Value of true. False becomes zero.
         like: A tensor of the dtype that is made.
 
     Returns:

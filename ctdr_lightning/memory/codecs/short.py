@@ -20,7 +20,7 @@ class Short:
     drops_zeros = False
 
     def encode(self, flat: Tensor, row: int) -> Encoded:
-        """Narrow; what does not fit stays as it is."""
+        """Narrow; a tensor with values out of range stays unchanged."""
         if not flat.numel():
             return Encoded(flat, plain=True)
         low, high = flat.aminmax()

@@ -1,7 +1,7 @@
 """Zero-value compression: a bit an element and the elements that are not zero (Rhu et al., "cDMA", HPCA 2018).
 
-Exact to the bit: negative zeros count as elements. How small the result is depends on the contents; where it would not
-be smaller the tensor stays as it is. In software it runs at 0.6-0.8 GB/s a core to encode and 0.9-1.2 to decode.
+Exact to the bit: negative zeros count as elements. The size of the result depends on the contents; where it would not
+be smaller the tensor stays unchanged. In software it runs at 0.6-0.8 GB/s a core to encode and 0.9-1.2 to decode.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ctdr_lightning.memory.codecs.packing import INTEGERS, pack_bits, unpack_bit
 
 
 class ZeroValues:
-    """The mask of what is not zero, and what is not."""
+    """The mask of the elements that are not zero, and these elements."""
 
     exact = True
     needs = "zeros"
@@ -22,7 +22,7 @@ class ZeroValues:
     drops_zeros = True
 
     def encode(self, flat: Tensor, row: int) -> Encoded:
-        """Leave the zeros out; with few zeros it stays as it is."""
+        """Leave the zeros out; a tensor with few zeros stays unchanged."""
         kept = flat.view(INTEGERS[flat.itemsize]) != 0
         n_kept, n = int(kept.sum()), flat.numel()
         if n_kept * flat.itemsize + n // 8 >= flat.nbytes:

@@ -17,6 +17,8 @@ def can_wait(tensor: object) -> bool:
     """Whether a tensor's storage is its own elements and nothing else, so that those are all that must be moved."""
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device.type == "meta":
         return False
+    if tensor._is_zerotensor() or tensor.is_conj() or tensor.is_neg():  # no memory, or other contents than its storage
+        return False
     return tensor.nbytes == tensor.untyped_storage().nbytes() > 0
 
 
@@ -25,11 +27,11 @@ class AwayTensor:
 
     Args:
         tensor: For which ``can_wait`` holds.
-        codecs: What it is written smaller with, in this order; none moves it as it is.
-        holder: Where it goes; None leaves it here.
+        codecs: Codecs that compress it, in this order; an empty tuple moves it unchanged.
+        holder: Its destination; None leaves it here.
 
     Raises:
-        OffloadError: When the holder has no room.
+        OffloadError: If the holder has no room.
     """
 
     __slots__ = ("_dtype", "_parcel", "_shape", "_stack", "_stride")
@@ -46,7 +48,7 @@ class AwayTensor:
             self._stack = self._stack and self._stack.without_tensors()
 
     def gone(self) -> None:
-        """Wait until what it was made from may be freed or written over."""
+        """Wait until the source tensor may be freed or written over."""
         if self._parcel is not None:
             self._parcel.gone()
 
@@ -71,7 +73,7 @@ class AwayTensor:
 
 
 def _row(tensor: Tensor) -> int:
-    """How many neighbours in memory belong together: a channel's plane, or a token's features."""
+    """Number of neighbours in memory that belong together: a channel's plane, or a token's features."""
     if tensor.dim() < 4:
         return tensor.shape[-1] if tensor.dim() else 1
     return prod(tensor.shape[2:]) if tensor.is_contiguous() else tensor.shape[1]

@@ -1,4 +1,4 @@
-"""The protocol of a holder and of what it holds.
+"""The protocols of a holder and of its tickets.
 
 A holder is asked from the thread of the step alone. It moves bytes elsewhere: on threads of its own, or on a stream of
 its own. Every buffer on the device is allocated and freed by the asking thread, so that the step's peak depends on when
@@ -20,7 +20,7 @@ from ctdr_lightning.basics.registry import Registry
 
 @dataclass(frozen=True, slots=True)
 class HolderOptions:
-    """How holders are made.
+    """Options for making holders.
 
     Attributes:
         folder: Where the disk's file is; None takes the system's folder for temporary files.
@@ -46,7 +46,7 @@ class Parcel(Protocol):
         """Wait until the sources are no longer read: from now on they may be freed or written over.
 
         Raises:
-            OffloadError: When they could not be written.
+            OffloadError: If they could not be written.
         """
         ...
 
@@ -65,23 +65,31 @@ class Parcel(Protocol):
             The tensors with their contents, flat, in the order in which they were put.
 
         Raises:
-            OffloadError: When they could not be read.
+            OffloadError: If they could not be read.
         """
         ...
 
 
 class Holder(Protocol):
-    """A place besides the device.
+    """A place off the device.
+
+    A holder may have a method ``trim(keep_bytes)`` as well: from now on it needs no more than that.
 
     Attributes:
-        held_bytes: Bytes that it holds now.
-        peak_bytes: The most that it held so far.
         device_bytes: Bytes of the device's memory that it takes all along, staging buffers.
     """
 
-    held_bytes: int
-    peak_bytes: int
     device_bytes: int
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that it holds now."""
+        ...
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that it held so far."""
+        ...
 
     def put(self, tensors: Sequence[Tensor]) -> Parcel:
         """Start to move tensors out.
@@ -90,12 +98,12 @@ class Holder(Protocol):
             tensors: Flat and contiguous. Nobody may write to them until the parcel is ``gone``.
 
         Raises:
-            OffloadError: When there is no room for them.
+            OffloadError: If there is no room for them.
         """
         ...
 
     def close(self) -> None:
-        """Finish or give up what is under way and let go of everything."""
+        """Finish or give up pending work and release everything."""
         ...
 
 
@@ -134,6 +142,22 @@ class Holders(Mapping[str, Holder]):
     def made(self) -> tuple[Holder, ...]:
         """Those that were asked for."""
         return tuple(self._made.values())
+
+    @property
+    def most_pinned_bytes(self) -> int:
+        """The most host memory that they had pinned, each by itself."""
+        return sum(getattr(holder, "most_pinned_bytes", 0) for holder in self._made.values())
+
+    def trim(self, keep_bytes: Mapping[str, int]) -> None:
+        """Release memory that no step needs any more.
+
+        Args:
+            keep_bytes: The most that a step puts into each, by name; 0 for a holder that is not listed.
+        """
+        for name, holder in self._made.items():
+            trim = getattr(holder, "trim", None)
+            if trim is not None:
+                trim(keep_bytes.get(name, 0))
 
     def close(self) -> None:
         """Close those that were made."""

@@ -2,12 +2,15 @@
 
 The page cache is host memory, so a file in it would be a host pool under another name: the file is opened with O_DIRECT
 where the file system allows it. Writes and reads go through aligned staging buffers of 2 MiB each, as torch's tensors
-are aligned to 64 bytes and O_DIRECT wants 4096. The file has no name once it is open: the system frees it when the
-process ends, however it ends.
+are aligned to 64 bytes and O_DIRECT wants 4096. On a GPU they are pinned, and bytes pass between them and the device on
+streams of their own, behind the work of the step that was asked for before; the disk's threads wait for these copies,
+never the step's stream. The file has no name once it is open: the system frees it when the process ends, however it
+ends.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -24,6 +27,8 @@ from ctdr_lightning.basics.errors import ConfigError, OffloadError
 from ctdr_lightning.basics.units import format_bytes
 from ctdr_lightning.memory.holders.base import HOLDERS, HolderOptions, as_bytes
 from ctdr_lightning.memory.holders.extents import Extents
+from ctdr_lightning.memory.holders.lanes import DirectLane, Lane, Moment, StreamLane
+from ctdr_lightning.memory.holders.pinned import pin
 
 # A page: direct reads and writes of a file must begin and end at one.
 GRANULE = 4096
@@ -42,7 +47,7 @@ class DiskFile:
         direct: Whether it goes past the page cache.
 
     Raises:
-        ConfigError: When no file can be made there.
+        ConfigError: If no file can be made there.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -74,7 +79,7 @@ class DiskFile:
         """Make it at least so long.
 
         Raises:
-            OffloadError: When the disk is full.
+            OffloadError: If the disk is full.
         """
         if size <= self._size:
             return
@@ -99,7 +104,7 @@ class DiskFile:
         while done < len(block):
             n = os.preadv(self._file, [block[done:]], offset + done)
             if not n:
-                raise OSError(errno.EIO, "the file is shorter than what was written")
+                raise OSError(errno.EIO, "the file is shorter than the data written")
             done += n
 
     def close(self) -> None:
@@ -108,12 +113,17 @@ class DiskFile:
 
 
 class _Staging:
-    """An aligned buffer that a thread copies through."""
+    """A buffer, aligned to pages, that a thread copies through."""
 
-    def __init__(self) -> None:
-        self.map = mmap.mmap(-1, STAGING_BYTES)  # a page is 4096 bytes or a multiple
-        self.view = memoryview(self.map)
-        self.tensor = torch.frombuffer(self.map, dtype=torch.uint8)
+    def __init__(self, *, pinned: bool) -> None:
+        if not pinned:
+            self.tensor = torch.frombuffer(mmap.mmap(-1, STAGING_BYTES), dtype=torch.uint8)
+        else:
+            memory = pin(STAGING_BYTES + GRANULE)
+            begin = -memory.data_ptr() % GRANULE
+            self.tensor = memory[begin : begin + STAGING_BYTES]
+        # a page of the system is 4096 bytes or a multiple
+        self.view = memoryview((ctypes.c_char * STAGING_BYTES).from_address(self.tensor.data_ptr())).cast("B")
 
 
 class _Stored:
@@ -131,9 +141,10 @@ class _Stored:
         self._read: Future[None] | None = None
         self._landing: list[Tensor] = []
         disk.grow()
+        self._asked = disk.out.moment(tensors)
         # the asking thread frees them, in gone(): otherwise bytes would be there longer or shorter by the disk's speed
         self._sources = [as_bytes(t) for t in tensors]
-        self._written = disk.writer.submit(disk.write_all, list(self._sources), list(self._places))
+        self._written = disk.writer.submit(disk.write_all, list(self._sources), list(self._places), self._asked)
 
     def gone(self) -> None:
         """Wait until it is written; then the sources are let go."""
@@ -145,10 +156,13 @@ class _Stored:
         """Allocate where it lands and start to read."""
         if self._read is not None:
             return self._landing
-        self._landing = [torch.empty(n, dtype=dtype, device=device) for n, dtype, device in self._kinds]
+        with self._asked.at_home():
+            self._landing = [torch.empty(n, dtype=dtype, device=device) for n, dtype, device in self._kinds]
+            # freed memory may still be read by earlier work of the step
+            free = self._disk.back.moment(self._landing)
         targets = [as_bytes(t) for t in self._landing]
         assert self._written is not None, "nothing was put"
-        self._read = self._disk.reader.submit(self._disk.read_all, targets, list(self._places), self._written)
+        self._read = self._disk.reader.submit(self._disk.read_all, targets, list(self._places), self._written, free)
         return self._landing
 
     def fetch(self) -> list[Tensor]:
@@ -157,6 +171,7 @@ class _Stored:
         assert self._read is not None, "start() reads"
         _result(self._read, "read from")
         landing, self._landing = self._landing, []
+        self._asked.hand_out(landing)
         self._read = None
         return landing
 
@@ -198,7 +213,10 @@ class Disk:
         self.extents = Extents(GRANULE)
         self.writer = ThreadPoolExecutor(1, "ctdr-disk-writer")
         self.reader = ThreadPoolExecutor(1, "ctdr-disk-reader")
-        self._out, self._in = _Staging(), _Staging()
+        on_gpu = options.device == "cuda"
+        self.out: Lane = StreamLane() if on_gpu else DirectLane()
+        self.back: Lane = StreamLane() if on_gpu else DirectLane()
+        self._out, self._in = _Staging(pinned=on_gpu), _Staging(pinned=on_gpu)
         self.held_bytes = self.peak_bytes = 0
         self.device_bytes = 2 * STAGING_BYTES if options.device == "cpu" else 0
         self.rate_bytes_per_s: float | None = None
@@ -208,10 +226,10 @@ class Disk:
         return _Stored(self, tensors)
 
     def admit(self, n_bytes: int) -> None:
-        """Count what is about to be held.
+        """Count bytes that are about to be held.
 
         Raises:
-            OffloadError: When it is more than the limit.
+            OffloadError: If it is more than the limit.
         """
         limit = self._options.limit_bytes
         if limit is not None and self.held_bytes + n_bytes > limit:
@@ -227,20 +245,22 @@ class Disk:
         """Make the file as long as its extents."""
         self._file.grow(self.extents.size)
 
-    def write_all(self, sources: list[Tensor], places: list[tuple[int, int]]) -> None:
-        """On the writer's thread: tensors to the file, through the staging buffer."""
+    def write_all(self, sources: list[Tensor], places: list[tuple[int, int]], ready: Moment) -> None:
+        """On the writer's thread: tensors that are made by a moment to the file, through the staging buffer."""
         staging = self._out
         for start, n_bytes in places:
             source = sources.pop(0)  # the pool's thread keeps its arguments for a moment after the result is there
             begin_s = time.perf_counter()
             for done in range(0, n_bytes, STAGING_BYTES):
                 length = min(STAGING_BYTES, n_bytes - done)
-                staging.tensor[:length].copy_(source[done : done + length])
+                self.out.copy([(staging.tensor[:length], source[done : done + length])], moment=ready).finish()
                 self._file.write(staging.view[: self.extents.round_up(length)], start + done)
             self._throttle(n_bytes, begin_s)
 
-    def read_all(self, targets: list[Tensor], places: list[tuple[int, int]], written: Future[None]) -> None:
-        """On the reader's thread: the file to tensors, through the staging buffer."""
+    def read_all(
+        self, targets: list[Tensor], places: list[tuple[int, int]], written: Future[None], free: Moment
+    ) -> None:
+        """On the reader's thread: the file to tensors whose memory is free at a moment, through the staging buffer."""
         written.result()
         staging = self._in
         for start, n_bytes in places:
@@ -249,7 +269,7 @@ class Disk:
             for done in range(0, n_bytes, STAGING_BYTES):
                 length = min(STAGING_BYTES, n_bytes - done)
                 self._file.read(staging.view[: self.extents.round_up(length)], start + done)
-                target[done : done + length].copy_(staging.tensor[:length])
+                self.back.copy([(target[done : done + length], staging.tensor[:length])], moment=free).finish()
             self._throttle(n_bytes, begin_s)
 
     def _throttle(self, n_bytes: int, begin_s: float) -> None:
@@ -258,9 +278,11 @@ class Disk:
             time.sleep(max(n_bytes / self.rate_bytes_per_s - (time.perf_counter() - begin_s), 0.0))
 
     def close(self) -> None:
-        """Finish what is under way, end the threads, free the file."""
+        """Finish pending work, end the threads, free the file."""
         self.writer.shutdown(wait=True, cancel_futures=True)
         self.reader.shutdown(wait=True, cancel_futures=True)
+        self.out.close()
+        self.back.close()
         self._file.close()
 
 

@@ -9,7 +9,7 @@ Modelled: nothing; the library's own functions quantize.
 Left out: the fused kernel that updates in 8 bits. The state passes through in full, a chunk of parameters at a time, so
     that any optimizer which updates its parameters one by one may be used.
 
-Memory: a quarter of float32, and 1/64 for the blocks. Time: reading and writing the state once a step.
+Memory: a quarter of float32, 1/64 for the blocks, and 1 KiB a tensor. Time: reading and writing the state once a step.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from torch import Tensor
 from ctdr_lightning.basics.errors import ConfigError
 
 BLOCK = 256
+# Each tensor carries the table of values of its elements, because the set is chosen on the device.
+N_VALUES = 256
 # bitsandbytes' own limit (``min_8bit_size``): biases and norms are few bytes and mind rounding most.
 LEAST_ELEMENTS = 4096
 
@@ -47,30 +49,30 @@ def _values(*, signed: bool, device: torch.device) -> Tensor:
 
 
 def fits_in_eight_bits(tensor: Tensor) -> bool:
-    """Whether a tensor is quantized, rather than kept as it is."""
+    """Whether a tensor is quantized, rather than kept unchanged."""
     return tensor.is_floating_point() and tensor.element_size() > 1 and tensor.numel() >= LEAST_ELEMENTS
 
 
 def eight_bit_bytes(tensor: Tensor) -> int:
-    """What a tensor takes while it waits."""
+    """Bytes of a tensor while it waits."""
     if not fits_in_eight_bits(tensor):
         return tensor.nbytes
-    return tensor.numel() + 4 * -(-tensor.numel() // BLOCK)
+    return tensor.numel() + 4 * -(-tensor.numel() // BLOCK) + 4 * N_VALUES
 
 
 class _Small:
-    """One tensor in 8 bits, or as it is where it is small."""
+    """One tensor in 8 bits, or unchanged if it is small."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._kept: Tensor | None = tensor
         if fits_in_eight_bits(tensor):
-            signed = bool((tensor < 0).any())
-            values = _values(signed=signed, device=tensor.device)
+            signed, positive = (_values(signed=signed, device=tensor.device) for signed in (True, False))
+            values = torch.where(tensor.amin() < 0, signed, positive)  # no question to the device that it must answer
             self._kept, self._dtype = None, tensor.dtype
             self._codes, self._scales = _library().quantize_blockwise(tensor, code=values, blocksize=BLOCK)
 
     def tensors(self) -> list[Tensor]:
-        return [self._codes, self._scales.absmax] if self._kept is None else [self._kept]
+        return [self._codes, self._scales.absmax, self._scales.code] if self._kept is None else [self._kept]
 
     def full(self) -> Tensor:
         if self._kept is not None:
@@ -95,7 +97,7 @@ class SmallParcel:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What stands in memory for them."""
+        """The tensors that remain in memory in their place."""
         return [tensor for small in self._small for tensor in small.tensors()]
 
     def gone(self) -> None:
@@ -121,10 +123,10 @@ class EightBits:
     Attributes:
         held_bytes: Bytes that it holds now.
         peak_bytes: The most that it held so far.
-        device_bytes: None besides those.
+        device_bytes: Always 0: the quantized tensors are counted elsewhere.
 
     Raises:
-        ConfigError: When bitsandbytes cannot be imported.
+        ConfigError: If bitsandbytes cannot be imported.
     """
 
     device_bytes = 0

@@ -1,35 +1,25 @@
-"""Host memory as a place for a GPU's tensors: pinned buffers, reused over steps, copied on streams of their own.
+"""Host memory as a place for a GPU's tensors: pinned arenas, reused over steps, copied on streams of their own.
 
-On a GPU a copy is asked for on a side stream behind the work that made the tensor, and the step's stream waits for its
-event: before the source is let go, and before what came back is read. Pinning memory synchronises the device, so a
-buffer is pinned once and kept. Where the step runs on the processor the same is done by two threads, so that it can be
-tested; there it saves nothing, as both sides are host memory.
+On a GPU a copy is enqueued on a side stream behind the work that made the tensor, and the step's stream waits for its
+event before the source is released, and before a returned tensor is read. If the step runs on the processor, two
+threads do the same, for tests; that saves nothing, because both sides are host memory.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ctdr_lightning.basics.errors import OffloadError
-from ctdr_lightning.basics.units import format_bytes
+from ctdr_lightning.basics.host_memory import pinnable_bytes
+from ctdr_lightning.basics.torch_private import free_unused_pinned_memory
+from ctdr_lightning.memory.holders.arenas import SLACK, Arenas, Part
 from ctdr_lightning.memory.holders.base import HOLDERS, HolderOptions, as_bytes
 from ctdr_lightning.memory.holders.lanes import Lane, StreamLane, ThreadLane, Ticket
-
-GRANULE = 512
-
-
-class _Buffer:
-    """A pinned buffer, and the last copy that reads or writes it."""
-
-    __slots__ = ("last", "memory")
-
-    def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
-        self.last: Ticket | None = None
+from ctdr_lightning.memory.holders.pinned import pin
 
 
 class _Pinned:
@@ -38,107 +28,163 @@ class _Pinned:
     def __init__(self, host: Host, tensors: Sequence[Tensor]) -> None:
         self._host = host
         self._kinds = [(t.numel(), t.dtype, t.device) for t in tensors]
-        self._buffers: list[_Buffer] = []
+        self._devices = frozenset(t.device for t in tensors)
+        self._parts: list[list[Part]] = []
         self._sources: list[Tensor] = []
         self._landing: list[Tensor] = []
-        self.n_bytes = 0
+        self._copies: list[_Copies] = []
         for tensor in tensors:
-            buffer = host.take(tensor.nbytes)
-            self._buffers.append(buffer)
-            self.n_bytes += buffer.memory.nbytes
-            source = as_bytes(tensor)
-            buffer.last = host.out.copy(buffer.memory[: source.nbytes], source, buffer.last)
-            self._sources.append(source)
+            self._parts.append(host.take(tensor.nbytes))
+        self.n_bytes = sum(part.memory.nbytes for parts in self._parts for part in parts)
+        self._sources = [as_bytes(t) for t in tensors]
+        self._asked = host.out.moment(tensors)
+        pairs = [(memory, piece) for piece, memory in self._pieces(self._sources)]
+        self._out = host.out.copy(pairs, host.given_back, self._asked)
+        self._copies.append(host.noted("out", self._devices, self._out))
+
+    def _pieces(self, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pieces of tensors, given as their bytes, and of the host's memory that belong together."""
+        for tensor, parts in zip(tensors, self._parts, strict=True):
+            done = 0
+            for part in parts:
+                piece = tensor[done : done + part.memory.nbytes]
+                yield piece, part.memory[: piece.nbytes]
+                done += piece.nbytes
 
     def gone(self) -> None:
         """Wait until it is copied; then the sources are let go."""
-        for buffer in self._buffers if self._sources else ():
-            assert buffer.last is not None, "nothing was put"
-            buffer.last.wait()
+        if self._sources:
+            self._out.wait()
         self._sources = []
 
     def start(self) -> list[Tensor]:
         """Allocate where it lands and start to copy."""
-        if self._landing:
-            return self._landing
-        for (n, dtype, device), buffer in zip(self._kinds, self._buffers, strict=True):
-            landing = torch.empty(n, dtype=dtype, device=device)
-            target = as_bytes(landing)
-            buffer.last = self._host.back.copy(target, buffer.memory[: target.nbytes], buffer.last)
-            self._landing.append(landing)
+        if not self._landing:
+            with self._asked.at_home():
+                self._landing = [torch.empty(n, dtype=dtype, device=device) for n, dtype, device in self._kinds]
+                back = self._host.back.copy(list(self._pieces(map(as_bytes, self._landing))), [self._out])
+            self._copies.append(self._host.noted("back", self._devices, back))
         return self._landing
 
     def fetch(self) -> list[Tensor]:
         """Wait until it is copied."""
-        self.start()
-        for buffer in self._buffers:
-            assert buffer.last is not None, "start() copies"
-            buffer.last.wait()
-        landing, self._landing = self._landing, []
+        landing = self.start()
+        self._copies[-1].ticket.wait()
+        self._asked.hand_out(landing)
+        self._landing = []
         return landing
 
     def __del__(self) -> None:
         if self._sources or self._landing:  # forgotten on its way: the memory must outlive the copy
-            for buffer in self._buffers:
-                if buffer.last is not None:
-                    buffer.last.wait()
-        for buffer in self._buffers:
-            self._host.give_back(buffer)
+            for copies in self._copies:
+                copies.ticket.wait()
+        for parts in self._parts:
+            self._host.give_back(parts)
+        for copies in self._copies:
+            self._host.follow(copies)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    """Copies into or out of host memory; on one way and one set of devices they run by their number."""
+
+    way: tuple[str, frozenset[torch.device]]
+    number: int
+    ticket: Ticket
 
 
 class Host:
     """Holds tensors in pinned host memory.
 
     Args:
-        options: Limit and device.
+        options: Limit and device. On a GPU the default limit is half of the host's free memory, divided by the
+            processes on this machine.
 
     Attributes:
-        held_bytes: Bytes of the buffers that are in use.
-        peak_bytes: The most that were; the pool keeps so many.
-        device_bytes: None of the device's memory is taken all along.
+        held_bytes: Bytes of the parts that are in use.
+        peak_bytes: The most that were.
+        pinned_bytes: Bytes of all arenas, the part that lies free included.
+        most_pinned_bytes: The most that were.
+        device_bytes: Always 0: no memory of the device is reserved.
     """
 
+    out: Lane
+    back: Lane
+
     def __init__(self, options: HolderOptions) -> None:
-        self._options = options
-        self._on_gpu = options.device == "cuda"
-        self.out: Lane = StreamLane() if self._on_gpu else ThreadLane("ctdr-host-out")
-        self.back: Lane = StreamLane() if self._on_gpu else ThreadLane("ctdr-host-back")
-        self._free: dict[int, list[_Buffer]] = defaultdict(list)
-        self.held_bytes = self.peak_bytes = self.device_bytes = 0
+        limit = options.limit_bytes
+        if options.device == "cuda":
+            self.out, self.back = StreamLane(), StreamLane()
+            self._arenas = Arenas(pin, pinnable_bytes() if limit is None else limit, free_unused_pinned_memory)
+        else:
+            self.out, self.back = ThreadLane("ctdr-host-out"), ThreadLane("ctdr-host-back")
+            self._arenas = Arenas(partial(torch.empty, dtype=torch.uint8), limit)
+        self._number = 0
+        self._given_back: dict[tuple[str, frozenset[torch.device]], _Copies] = {}
+        self.device_bytes = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the parts that are in use."""
+        return self._arenas.taken_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that were."""
+        return self._arenas.most_taken_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of all arenas."""
+        return self._arenas.allocated_bytes
+
+    @property
+    def most_pinned_bytes(self) -> int:
+        """The most that were."""
+        return self._arenas.most_allocated_bytes
+
+    @property
+    def given_back(self) -> list[Ticket]:
+        """The last copies out of memory that is free again: new writes there must come after them."""
+        return [copies.ticket for copies in self._given_back.values()]
 
     def put(self, tensors: Sequence[Tensor]) -> _Pinned:
         """Start to copy tensors."""
         return _Pinned(self, tensors)
 
-    def take(self, n_bytes: int) -> _Buffer:
-        """A buffer of at least so many bytes, from the pool where it has one.
+    def take(self, n_bytes: int) -> list[Part]:
+        """Parts of the arenas, for at least so many bytes.
 
         Raises:
-            OffloadError: When the limit is reached.
+            OffloadError: If the limit is reached, or no more memory can be pinned.
         """
-        size = max(-(-n_bytes // GRANULE), 1) * GRANULE
-        limit = self._options.limit_bytes
-        if limit is not None and self.held_bytes + size > limit:
-            raise OffloadError(
-                f"Offloaded tensors take {format_bytes(self.held_bytes + size)} of host memory, the limit is "
-                f"{format_bytes(limit)}.",
-                "Raise the limit, offload to disk as well, or raise the memory_budget.",
-            )
-        self.held_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        pool = self._free[size]
-        return pool.pop() if pool else _Buffer(torch.empty(size, dtype=torch.uint8, pin_memory=self._on_gpu))
+        return self._arenas.take(n_bytes)
 
-    def give_back(self, buffer: _Buffer) -> None:
-        """A buffer is free again; the next copy into it waits for the last one out of it."""
-        self.held_bytes -= buffer.memory.nbytes
-        self._free[buffer.memory.nbytes].append(buffer)
+    def give_back(self, parts: list[Part]) -> None:
+        """Parts are free again; the next copy into them waits for the last one out of them."""
+        self._arenas.give_back(parts)
+
+    def noted(self, way: str, devices: frozenset[torch.device], ticket: Ticket) -> _Copies:
+        """Number copies that were asked for."""
+        self._number += 1
+        return _Copies((way, devices), self._number, ticket)
+
+    def follow(self, copies: _Copies) -> None:
+        """Order all later copies after these."""
+        last = self._given_back.get(copies.way)
+        if last is None or last.number < copies.number:
+            self._given_back[copies.way] = copies
+
+    def trim(self, keep_bytes: int) -> None:
+        """Unpin arenas of which nothing is in use, the smallest first, until so many bytes and the slack are left."""
+        self._arenas.trim(SLACK * keep_bytes)
 
     def close(self) -> None:
-        """Wait for all copies and free the pool."""
+        """Wait for all copies and free the arenas."""
         self.out.close()
         self.back.close()
-        self._free.clear()
+        self._given_back.clear()
+        self._arenas.trim()
 
 
 HOLDERS.register("host")(Host)

@@ -1,8 +1,8 @@
-"""What a machine's links and codecs cost, measured on it: data for planning.
+"""Costs of a machine's links and codecs, measured on it: data for planning.
 
-A measurement is short (tenths of a second) and taken once a machine and process; the best of a few runs counts, as
-whatever else runs can only slow one down. Of a codec's calls the median does, each as the tape makes it, with caches
-full of something else, as they are in a step.
+A measurement is short (tenths of a second) and taken once a machine and process; the best of a few runs counts, because
+other load can only slow one down. For a codec's calls the median counts, each made as by the tape, with caches full of
+other data, as in a step.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ _RUNS = 3
 # not tried.
 _BUSY_RUNS = 5
 # Calls of a codec. In steps of ViT, T5, BERT, GoogLeNet and GPT-2 a call of a few dozen KiB took 0.1 to 0.2 ms, ten
-# times what the rate of 4 MiB says: both sizes are measured. 1 MiB is done before another process gets the core.
+# times the time by the rate of 4 MiB: both sizes are measured. 1 MiB is done before another process gets the core.
 _CALLS = 9
 _SAMPLE_BYTES, _SMALL_BYTES = 2**20, 2**14
 _TRANSFER_BYTES, _OTHER_BYTES = 2**24, 2**22
+# The time of the smallest transfer is its latency: calls, events, a turn of a thread.
+_LEAST_BYTES = 4096
 T = TypeVar("T")
 _GRANULES = {"disk": 4096, "host": 512}
 
@@ -50,8 +52,8 @@ def measure_links(names: Iterable[str], options: HolderOptions | None = None) ->
         options: How they are made: the disk's folder, the device.
 
     Raises:
-        ConfigError: When a name is not known, or the folder cannot be used.
-        OffloadError: When 16 MiB cannot be written there.
+        ConfigError: If a name is not known, or the folder cannot be used.
+        OffloadError: If 16 MiB cannot be written there.
     """
     holders = Holders(options)
     try:
@@ -63,20 +65,29 @@ def measure_links(names: Iterable[str], options: HolderOptions | None = None) ->
 
 def _link(name: str, holder: Holder, options: HolderOptions) -> Link:
     source = torch.empty(_TRANSFER_BYTES, dtype=torch.uint8, device=options.device)
-    out_s = in_s = float("inf")
-    for _ in range(_RUNS):
-        begin_s = _now(options.device)
-        parcel = holder.put([source])
-        parcel.gone()
-        middle_s = _now(options.device)
-        parcel.fetch()
-        end_s = _now(options.device)
-        out_s, in_s = min(out_s, middle_s - begin_s), min(in_s, end_s - middle_s)
+    few = source[:_LEAST_BYTES].clone()
+    (out_s, in_s), (few_out_s, few_in_s) = (_both_ways_s(holder, moved, options.device) for moved in (source, few))
+    out_call_s, out_byte_s = _line(source.nbytes, out_s, few.nbytes, few_out_s)
+    in_call_s, in_byte_s = _line(source.nbytes, in_s, few.nbytes, few_in_s)
     return Link(
-        name, _TRANSFER_BYTES / out_s, _TRANSFER_BYTES / in_s, granule=_GRANULES.get(name, 1),
+        name, 1 / out_byte_s, 1 / in_byte_s, latency_s=max(out_call_s, in_call_s), granule=_GRANULES.get(name, 1),
         device_bytes=holder.device_bytes,
         busy_s_per_byte=_busy_s_per_byte(holder, source, out_s + in_s) if options.device == "cpu" else 0.0,
     )  # fmt: skip
+
+
+def _both_ways_s(holder: Holder, moved: Tensor, device: str) -> tuple[float, float]:
+    """Seconds of sending a tensor out and of bringing it back, the best of some runs."""
+    out_s = in_s = float("inf")
+    for _ in range(_RUNS):
+        begin_s = _now(device)
+        parcel = holder.put([moved])
+        parcel.gone()
+        middle_s = _now(device)
+        parcel.fetch()
+        end_s = _now(device)
+        out_s, in_s = min(out_s, middle_s - begin_s), min(in_s, end_s - middle_s)
+    return out_s, in_s
 
 
 def _busy_s_per_byte(holder: Holder, source: Tensor, both_ways_s: float) -> float:
@@ -132,14 +143,14 @@ def _computed(device: str) -> float:
 
 
 def measure_codecs(names: Iterable[str] | None = None, device: str = "cpu") -> list[CodecCost]:
-    """Measure what codecs cost on a device, on samples of 1 MiB and 16 KiB.
+    """Measure the costs of codecs on a device, on samples of 1 MiB and 16 KiB.
 
     Args:
         names: Names of registered codecs; None takes all that are exact.
         device: Type of the device.
 
     Raises:
-        ConfigError: When a name is not known.
+        ConfigError: If a name is not known.
     """
     chosen = [name for name in CODECS if CODECS[name].exact] if names is None else list(names)
     return [_codec_cost(name, device) for name in chosen]
@@ -154,7 +165,7 @@ def _codec_cost(name: str, device: str) -> CodecCost:
 def _measured_cost(name: str, device: str) -> CodecCost:
     codec = CODECS[name]
     flat = _sample(codec, device)
-    small = flat[: _SMALL_BYTES // flat.itemsize].clone()  # what is put away is all of its storage
+    small = flat[: _SMALL_BYTES // flat.itemsize].clone()  # a tensor is put away with all of its storage
     calls = zip(*(_call_seconds(name, device, [flat, small]) for _ in range(_CALLS)), strict=True)
     encode_s, small_encode_s, decode_s, small_decode_s = map(median, calls)
     encode_call_s, encode_rate = _line(flat.nbytes, encode_s, small.nbytes, small_encode_s)
@@ -172,8 +183,8 @@ def _measured_cost(name: str, device: str) -> CodecCost:
 def _call_seconds(name: str, device: str, samples: Sequence[Tensor]) -> list[float]:
     """Seconds of putting each sample away, then of bringing each back, as the tape does both.
 
-    What the tape does besides the codec itself, on either way, took 0.1 to 0.15 ms a value in steps of ViT, T5, BERT
-    and GoogLeNet: half as long again as the codec on small values. Caches are full of something else, as in a step.
+    The tape's work around the codec, in each direction, took 0.1 to 0.15 ms a value in steps of ViT, T5, BERT and
+    GoogLeNet: half as long again as the codec on small values. Caches are full of other data, as in a step.
     """
     other = torch.zeros(_OTHER_BYTES, dtype=torch.uint8, device=device)
 
@@ -202,7 +213,7 @@ def _line(many: int, of_many: float, few: int, of_few: float) -> tuple[float, fl
 
 
 def _temporaries(name: str, flat: Tensor) -> tuple[int, int]:
-    """Bytes that encoding and decoding take besides what they read and make."""
+    """Bytes that encoding and decoding take in addition to their inputs and outputs."""
     stack = encode(flat, (name,))
     encoding = _peak_bytes(lambda: encode(flat, (name,)), (flat,)) - stack.n_bytes
     decoding = _peak_bytes(lambda: decode(stack), stack.tensors()) - flat.nbytes
@@ -210,7 +221,7 @@ def _temporaries(name: str, flat: Tensor) -> tuple[int, int]:
 
 
 def _peak_bytes(run: Callable[[], object], reads: Sequence[Tensor]) -> int:
-    """Most bytes live while something runs, above what it reads; a processor's kernels take some by themselves."""
+    """Most bytes live while a function runs, above its inputs; a processor's kernels take some by themselves."""
     if reads[0].device.type == "cpu":
         return max(accumulate(allocations_of(run), initial=0))
     with PeakMeter() as meter:

@@ -5,7 +5,7 @@ Rajbhandari et al., "ZeRO-Infinity", SC 2021, arXiv 2104.07857.
 
 Reproduced: the optimizer's state is in host memory or on a disk; the next chunk is read while one is updated, and the
     last one is written behind it.
-Modelled: nothing; the step runs as it is, with the same results to the bit.
+Modelled: nothing; the step runs unchanged, with the same results to the bit.
 Left out: gradients and weights stay on the device, and the update runs there rather than on the host, so that any
     optimizer of ``torch.optim`` may be used that updates its parameters one by one; the delayed update, which changes
     results; partitions over ranks.
@@ -34,7 +34,7 @@ from ctdr_lightning.memory.holders.eight_bits import EightBits, SmallParcel, eig
 # Parameters of a chunk. Adam's state of 16 MiB of parameters is 32 MiB, and two chunks are there at once. On a disk
 # 4 MiB took 12 % longer where tried, as transfers are short, and 64 MiB 20 %, as less of them is hidden.
 CHUNK_BYTES = 16 * 2**20
-# A smaller net's chunks are smaller, so that two of them and their state are a quarter of what the weights take.
+# A smaller net's chunks are smaller, so that two of them and their state take a quarter of the weights' bytes.
 CHUNK_SHARE = 1 / 16
 # Counters and single numbers stay: moving them would cost more than they take.
 LEAST_BYTES = 4096
@@ -44,12 +44,12 @@ _ATTACHED: WeakKeyDictionary[Optimizer, StateAway] = WeakKeyDictionary()
 
 
 def state_away_of(optimizer: Optimizer) -> StateAway | None:
-    """What keeps an optimizer's state elsewhere, where something does."""
+    """The `StateAway` of an optimizer, or None."""
     return _ATTACHED.get(optimizer)
 
 
 def chunks_of(optimizer: Optimizer, chunk_bytes: int | None = None) -> Iterator[tuple[int, list[Tensor]]]:
-    """What is updated together: ``(index of the group, parameters)``, neighbours of one group up to a size.
+    """Parameters that are updated together: ``(index of the group, parameters)``, neighbours of one group up to a size.
 
     Args:
         optimizer: It is not changed.
@@ -72,16 +72,20 @@ def chunks_of(optimizer: Optimizer, chunk_bytes: int | None = None) -> Iterator[
 
 
 class _Moved:
-    """The large tensors of one parameter's state, elsewhere."""
+    """The large tensors of some parameters' state, elsewhere: one parcel, however many they are."""
 
-    def __init__(self, holder: Holder, tensors: dict[str, Tensor]) -> None:
-        self.shapes = {name: (t.shape, t.stride()) for name, t in tensors.items()}
-        self.n_bytes = sum(t.nbytes for t in tensors.values())
-        self.parcel: Parcel = holder.put([t.as_strided((t.numel(),), (1,)) for t in tensors.values()])
+    def __init__(self, holder: Holder, states: dict[Tensor, dict[str, Tensor]]) -> None:
+        self.params = tuple(states)
+        self._kinds = [(p, name, t.shape, t.stride()) for p, state in states.items() for name, t in state.items()]
+        tensors = [t for state in states.values() for t in state.values()]
+        self.n_bytes = sum(t.nbytes for t in tensors)
+        self.parcel: Parcel = holder.put([t.as_strided((t.numel(),), (1,)) for t in tensors])
 
-    def fetch(self) -> dict[str, Tensor]:
-        flat = self.parcel.fetch()
-        return {n: t.as_strided(*self.shapes[n]) for n, t in zip(self.shapes, flat, strict=True)}
+    def fetch(self) -> dict[Tensor, dict[str, Tensor]]:
+        found: dict[Tensor, dict[str, Tensor]] = {param: {} for param in self.params}
+        for (param, name, shape, stride), flat in zip(self._kinds, self.parcel.fetch(), strict=True):
+            found[param][name] = flat.as_strided(shape, stride)
+        return found
 
 
 class StateAway:
@@ -96,7 +100,7 @@ class StateAway:
         chunk_bytes: Parameters that are updated at once, in bytes; see :func:`chunks_of`.
 
     Raises:
-        ConfigError: When the optimizer is none of ``torch.optim``, needs all parameters at once, or keeps shards.
+        ConfigError: If the optimizer is not of ``torch.optim``, needs all parameters at once, or keeps shards.
 
     Example:
         >>> from ctdr_lightning.memory.holders import HolderOptions, Holders
@@ -131,9 +135,13 @@ class StateAway:
         _ATTACHED[optimizer] = self
 
     @property
+    def _parcels(self) -> list[_Moved]:
+        return list(dict.fromkeys(self._moved.values()))
+
+    @property
     def moved_bytes(self) -> int:
         """Bytes of the state that wait elsewhere."""
-        return sum(moved.n_bytes for moved in self._moved.values())
+        return sum(moved.n_bytes for moved in self._parcels)
 
     @property
     def device_bytes(self) -> int:
@@ -141,7 +149,7 @@ class StateAway:
         return self._holder.device_bytes
 
     def waiting_bytes(self, state: Iterable[Tensor]) -> int:
-        """What the device keeps of a state between steps, what moving takes all along included.
+        """Bytes of a state that the device keeps between steps, the permanent buffers of moving included.
 
         Args:
             state: Tensors of its sizes; their contents do not matter.
@@ -156,12 +164,12 @@ class StateAway:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What the device holds of the state between steps."""
-        parcels = [moved.parcel for moved in self._moved.values()]
+        """The tensors of the state that the device holds between steps."""
+        parcels = [moved.parcel for moved in self._parcels]
         return [tensor for parcel in parcels if isinstance(parcel, SmallParcel) for tensor in parcel.tensors]
 
     def chunks(self) -> Iterator[tuple[int, list[Tensor]]]:
-        """What is updated together, as of :func:`chunks_of`."""
+        """Parameters that are updated together, as of :func:`chunks_of`."""
         return chunks_of(self._optimizer, self._chunk_bytes)
 
     def release(self, device: torch.device | None = None) -> None:
@@ -207,7 +215,7 @@ class StateAway:
                     group["params"] = []
                 groups[index]["params"] = params
                 self._update_all(self._optimizer)
-                leaving = [put for param in params if (put := self._put(param)) is not None]
+                leaving = self._put(params)
         finally:
             for group, params in zip(groups, whole, strict=True):
                 group["params"] = params
@@ -215,45 +223,52 @@ class StateAway:
                 moved.parcel.gone()
 
     def _start(self, params: Sequence[Tensor]) -> None:
-        for param in params:
-            if param in self._moved:
-                self._moved[param].parcel.start()
+        for moved in dict.fromkeys(self._moved[p] for p in params if p in self._moved):
+            moved.parcel.start()
 
-    def _put(self, param: Tensor) -> _Moved | None:
-        """Start to move a parameter's state out; its tensors are no longer in ``optimizer.state``."""
-        state = self._optimizer.state.get(param)
-        large = {n: t for n, t in (state or {}).items() if isinstance(t, Tensor) and _can_move(t)}
-        if state is None or not large:
-            return None
-        moved = self._moved[param] = _Moved(self._holder, large)
-        for name in large:
-            del state[name]
-        return moved
+    def _put(self, params: Iterable[Tensor]) -> list[_Moved]:
+        """Start to move parameters' state out; its tensors are no longer in ``optimizer.state``."""
+        states: dict[Tensor, dict[str, Tensor]] = {}
+        for param in params:
+            state = self._optimizer.state.get(param) or {}
+            large = {n: t for n, t in state.items() if isinstance(t, Tensor) and _can_move(t)}
+            if large:
+                states[param] = large
+        if not states:
+            return []
+        moved = _Moved(self._holder, states)
+        for param, large in states.items():
+            self._moved[param] = moved
+            for name in large:
+                del self._optimizer.state[param][name]
+        return [moved]
 
     def _put_all(self) -> None:
-        for param in list(self._optimizer.state):
-            moved = self._put(param)
-            if moved is not None:
+        for _, params in self.chunks():
+            for moved in self._put(params):
                 moved.parcel.gone()
 
     def _bring(self, param: Tensor, device: torch.device | None = None) -> None:
-        moved = self._moved.pop(param, None)
-        if moved is not None:
-            self._optimizer.state[param].update({name: t.to(device) for name, t in moved.fetch().items()})
+        """Bring a parameter's state back, and the state of its whole parcel."""
+        moved = self._moved.get(param)
+        for each, state in moved.fetch().items() if moved is not None else ():
+            del self._moved[each]
+            self._optimizer.state[each].update({name: t.to(device) for name, t in state.items()})
 
     def _reload(self) -> None:
-        """What was loaded replaces what waits elsewhere."""
+        """Replace the state that waits elsewhere by the loaded one."""
         self._moved.clear()
         self._put_all()
 
     def _add_to_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copies in host memory, one parameter's at a time."""
+        """Copies in host memory, one parcel's at a time."""
         order = [param for group in optimizer.param_groups for param in group["params"]]
+        index_of = {param: index for index, param in enumerate(order)}
         state = dict(state_dict["state"])
-        for index, param in enumerate(order):
-            if param in self._moved:
-                here = {name: tensor.cpu() for name, tensor in self._moved[param].fetch().items()}
-                state[index] = {**state.get(index, {}), **here}
+        for moved in self._parcels:
+            for param, large in moved.fetch().items():
+                index = index_of[param]
+                state[index] = {**state.get(index, {}), **{name: tensor.cpu() for name, tensor in large.items()}}
         return {**state_dict, "state": state}
 
 
@@ -272,7 +287,7 @@ def check_movable(optimizer: Optimizer) -> None:
     """Refuse an optimizer whose state cannot wait elsewhere.
 
     Raises:
-        ConfigError: When it is none of ``torch.optim``, needs all parameters at once, or keeps shards.
+        ConfigError: If it is not of ``torch.optim``, needs all parameters at once, or keeps shards.
     """
     if not updates_one_by_one(optimizer):
         raise ConfigError(

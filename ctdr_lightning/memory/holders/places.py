@@ -1,4 +1,4 @@
-"""What a user allows to be done with saved tensors besides recomputing them: places to move them to, codecs."""
+"""The user's alternatives to recomputing saved tensors: places to move them to, codecs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HOST_BYTES_PER_S = {
     "h200": 50e9,
 }  # fmt: skip
 _NVME = Link("disk", 2e9, 3e9, latency_s=1e-4, granule=4096)  # one NVMe drive, sustained
-# A codec of a few elementwise passes reads and writes about six times what it is given.
+# A codec of a few elementwise passes reads and writes about six times its input.
 _PASSES = 6
 
 
@@ -37,7 +37,9 @@ def _table_cost(name: str, device: DeviceModel) -> CodecCost:
 def _names(argument: str, given: str | Sequence[str] | None, known: Sequence[str]) -> tuple[str, ...]:
     names = () if given is None else (given,) if isinstance(given, str) else given
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"{argument}={given!r} is no name and no list of names.", f"Valid names: {', '.join(known)}.")
+        raise ConfigError(
+            f"{argument}={given!r} is neither a name nor a list of names.", f"Valid names: {', '.join(known)}."
+        )
     for name in names:
         if name not in known:
             raise ConfigError(f"{argument}={name!r} is not known.", f"Valid names: {', '.join(known)}.")
@@ -46,16 +48,16 @@ def _names(argument: str, given: str | Sequence[str] | None, known: Sequence[str
 
 @dataclass(frozen=True)
 class Places:
-    """Where saved tensors may wait, and in what form.
+    """Places where saved tensors may wait, and the codecs that may compress them.
 
     Attributes:
         offload: Names of holders.
         codecs: Names of codecs.
         folder: Where the disk's file is; None takes the system's folder for temporary files.
         device: Type of the device that the steps run on.
-        by_default: Whether ``"auto"`` chose the codecs. Then they make no budget fit, as how small a plan the search
-            finds with them hangs on what they were measured to take; and they are for processors, as none has run on a
-            GPU yet.
+        by_default: Whether ``"auto"`` chose the codecs. Default codecs are never used to meet a budget, because
+            the result would depend on measured codec times; and they are for processors only, because they have not run
+            on a GPU yet.
 
     Example:
         >>> Places.read("disk", None, "exact").offload
@@ -75,20 +77,20 @@ class Places:
         disk_folder: str | Path | None,
         codecs: str | Sequence[str] | None,
     ) -> Places:
-        """Check what a user wrote.
+        """Check the user's arguments.
 
         Args:
             offload: ``"host"``, ``"disk"``, a list of these, or None.
             disk_folder: A folder, or None.
-            codecs: ``"exact"`` for all that leave gradients as they are, ``"auto"`` for those of them whose bytes do
-                not hang on contents, a list of names, or None.
+            codecs: ``"exact"`` for all codecs that leave gradients unchanged, ``"auto"`` for those of them whose bytes
+                do not depend on contents, a list of names, or None.
 
         Raises:
-            ConfigError: When a name is not known, or the folder is given without the disk.
+            ConfigError: If a name is not known, or the folder is given without the disk.
         """
         places = _names("offload", offload, list(HOLDERS))
         if disk_folder is not None and not isinstance(disk_folder, str | Path):
-            raise ConfigError(f"disk_folder={disk_folder!r} is no folder.", "Write a path.")
+            raise ConfigError(f"disk_folder={disk_folder!r} is not a folder.", "Write a path.")
         if disk_folder is not None and "disk" not in places:
             raise ConfigError(f"disk_folder={str(disk_folder)!r} without offload='disk'.", "Write offload='disk'.")
         exact = [name for name in CODECS if CODECS[name].exact]
@@ -103,7 +105,7 @@ class Places:
         """The same for steps on a type of device, without the codecs that are not for it by default.
 
         Raises:
-            ConfigError: When the host is asked for and the steps run in host memory anyway.
+            ConfigError: If the host is asked for and the steps run in host memory anyway.
         """
         if device != "cuda" and "host" in self.offload:
             raise ConfigError(
@@ -117,15 +119,15 @@ class Places:
         return Holders(HolderOptions(self.folder, None, self.device))
 
     def links(self) -> list[Link]:
-        """What this machine's links can do, measured now.
+        """Measure this machine's links.
 
         Raises:
-            ConfigError: When the disk's folder cannot be used.
+            ConfigError: If the disk's folder cannot be used.
         """
         return measure_links(self.offload, HolderOptions(self.folder, None, self.device))
 
     def codec_costs(self, trace: Trace) -> list[CodecCost]:
-        """What those codecs that a step has values for cost on this machine; each is measured once a process.
+        """Costs of the codecs that the step can use on this machine; each is measured once per process.
 
         Args:
             trace: The recorded step.
@@ -134,7 +136,7 @@ class Places:
         return [replace(cost, only_faster=self.by_default) for cost in costs]
 
     def of_device(self, name: str, trace: Trace) -> tuple[list[Link], list[CodecCost]]:
-        """What the links and codecs of a named device cost, by its table; nothing is measured.
+        """Costs of the links and codecs of a named device, by its table; nothing is measured.
 
         Args:
             name: A name in the device table, such as ``"a100"``.

@@ -1,1 +1,1 @@
-"""What will be done in a step, as data."""
+"""A step that will run, as data."""

@@ -1,4 +1,4 @@
-"""What a plan may take: bytes, seconds, and time to think."""
+"""Limits of a plan: bytes, seconds, and time to search."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a plan may take.
+    """Limits of a plan.
 
     Attributes:
         peak_bytes: Largest peak of the step, weights and gradients included; None for no limit.

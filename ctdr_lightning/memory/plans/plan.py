@@ -1,4 +1,4 @@
-"""A plan: what happens to each saved value between its forward and its backward use.
+"""A plan: one action for each saved value between its forward and its backward use.
 
 A plan is a recorded step and an action for each of its values. Everything else follows from these two and is derived,
 never stored beside them: the tape's script, the predicted peak and time, the sentences for people. A plan therefore
@@ -8,7 +8,8 @@ cannot contradict itself, in memory or in a file.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +21,9 @@ from ctdr_lightning.basics.files import write_text
 from ctdr_lightning.basics.made_once import MadeOnce
 from ctdr_lightning.basics.units import format_bytes, format_seconds
 from ctdr_lightning.memory.allocator.reserved import Reserved, reserved_by
-from ctdr_lightning.memory.plans.actions import (
+from ctdr_lightning.memory.plans.regions import Regions
+from ctdr_lightning.memory.plans.script import ScriptLine, write_script
+from ctdr_lightning.memory.simulator.actions import (
     KEEP,
     Action,
     Actions,
@@ -31,14 +34,12 @@ from ctdr_lightning.memory.plans.actions import (
     action_of,
     away_values,
 )
-from ctdr_lightning.memory.plans.regions import Regions
-from ctdr_lightning.memory.plans.script import ScriptLine, write_script
-from ctdr_lightning.memory.simulator.simulator import simulate
+from ctdr_lightning.memory.simulator.schedule import simulate
 from ctdr_lightning.memory.simulator.timeline import Timeline
 from ctdr_lightning.memory.simulator.transfers import Transfers
 from ctdr_lightning.memory.traces.trace import Trace
 
-PLAN_VERSION = 5
+PLAN_VERSION = 6
 Option = int | float | str | bool
 _DAMAGE = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
 _ROUNDING = 1 + 1e-6  # a linear program's optimum may lie above the true one by its solver's tolerance
@@ -46,7 +47,7 @@ _ROUNDING = 1 + 1e-6  # a linear program's optimum may lie above the true one by
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One value's action with what it is worth, for people.
+    """One value's action and its effect, for people.
 
     Attributes:
         value: Id of the value in the trace.
@@ -83,7 +84,7 @@ def _without_away(action: Action) -> Action:
 
 
 def _notes(transfers: Transfers) -> dict[int, str]:
-    """How well each value's transfers are hidden, in words."""
+    """Notes on how well each value's transfers are hidden."""
     waits: dict[int, float] = {}
     for move in transfers.moves:
         waits[move.value] = waits.get(move.value, 0.0) + move.wait_s
@@ -107,7 +108,7 @@ class _ActionRow:
 
 @dataclass(frozen=True, eq=False)
 class Plan(MadeOnce):
-    """An action for every saved value of a trace, with what the simulator predicts of it.
+    """An action for every saved value of a trace, with the simulator's prediction.
 
     Attributes:
         policy: Name of the policy that made it.
@@ -153,7 +154,7 @@ class Plan(MadeOnce):
 
     @property
     def recompute_seconds(self) -> float:
-        """How much of the predicted time is recomputation."""
+        """Predicted time of recomputation."""
         return self.timeline.recompute_seconds
 
     @cached_property
@@ -168,7 +169,7 @@ class Plan(MadeOnce):
 
     @cached_property
     def decisions(self) -> tuple[Decision, ...]:
-        """The actions with what they are worth."""
+        """The actions and their effects."""
         trace = self.trace
         notes = _notes(self.timeline.transfers)
         makers = {v: trace.values[v].op for v in self.actions}
@@ -192,7 +193,7 @@ class Plan(MadeOnce):
 
     @cached_property
     def script(self) -> tuple[ScriptLine, ...]:
-        """One line for each op of the forward: what the tape does."""
+        """The tape's work, one line for each op of the forward."""
         return write_script(self.trace, self.timeline.actions)
 
     @cached_property
@@ -202,12 +203,12 @@ class Plan(MadeOnce):
 
     @cached_property
     def regions(self) -> Regions:
-        """Where in the step the tape has anything to do."""
+        """The parts of the step in which the tape is needed."""
         return Regions(self.script, self.trace.n_training)
 
     @cached_property
     def reserved(self) -> Reserved:
-        """What CUDA's allocator would reserve for the step, repeated; segments and fragmentation count."""
+        """Bytes that CUDA's allocator would reserve for the repeated step, segments and fragmentation included."""
         return reserved_by(self.trace, self.timeline.actions)
 
     @property
@@ -268,7 +269,7 @@ class Plan(MadeOnce):
         The script and the predictions are made anew from the trace and the actions that the file holds.
 
         Raises:
-            CheckpointError: When the text is no plan of this version, or its actions do not fit its trace.
+            CheckpointError: If the text is not a plan of this version, or its actions do not fit its trace.
         """
         data = parse_document(source, "plan", PLAN_VERSION)
         try:
@@ -283,7 +284,7 @@ class Plan(MadeOnce):
         return plan
 
     def _check(self) -> None:
-        """Raise ValueError where what is said of the plan is not so."""
+        """Raise ValueError if a statement about the plan is false."""
         if self.budget_bytes is not None and not self.peak_bytes <= self.budget_bytes:
             raise ValueError(f"its actions take {self.peak_bytes} bytes, its budget is {self.budget_bytes}")
         if not 0 <= self.bound_seconds <= _ROUNDING * self.seconds:
@@ -293,11 +294,23 @@ class Plan(MadeOnce):
 
 @dataclass(frozen=True)
 class _Header:
-    """What a document says of a plan besides its actions and its trace."""
+    """The header of a plan's document: everything but its actions and its trace."""
 
     policy: str
     budget_bytes: int | None
     bound_seconds: float
+
+
+def most_away_bytes(plans: Iterable[Plan]) -> dict[str, int]:
+    """The most that any of some plans puts into each place, by its name, as if no codec made it less."""
+    most: dict[str, int] = {}
+    for plan in plans:
+        here: Counter[str] = Counter()
+        for value, action in plan.away.items():
+            if isinstance(action, Offload):
+                here[action.to] += plan.trace.value_bytes(value)
+        most |= {to: max(n_bytes, most.get(to, 0)) for to, n_bytes in here.items()}
+    return most
 
 
 def _options(found: Any) -> dict[str, Option]:

@@ -1,4 +1,4 @@
-"""Where in a step a plan has anything to do."""
+"""The parts of a step in which a plan needs the tape."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Regions:
 
     Attributes:
         first: For each region the index of the first line that is not before it.
-        busy: For each region whether the tape must see its ops; what is saved after an op with a bell ends at the next.
+        busy: For each region whether the tape must see its ops; saves after an op with a bell end at the next op.
         listens: For each region whether something dropped may be saved in it: before its first op if it is busy, else
             anywhere.
         differs: For each region whether the tape has to do other things in it than in the one before.
@@ -43,7 +43,7 @@ class Regions:
         self.worthwhile = HOOK_CALLS_PER_OP * n_unseen > count
 
     def _find_listening(self, script: Sequence[ScriptLine]) -> list[bool]:
-        """What is saved between two ops is saved in the region of the first, of the second or between them."""
+        """A save between two ops happens in the region of the first, of the second, or between them."""
         listens = [False] * len(self.busy)
         regions = [line.region for line in script] if listens else []
         for line, region, following in zip(script, regions, [*regions[1:], len(listens) - 1], strict=False):

@@ -1,4 +1,4 @@
-"""What the tape does at each forward op so that exactly the plan's values are dropped."""
+"""Script of the tape: its work at each forward op, so that exactly the plan's values are dropped."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ctdr_lightning.memory.plans.actions import (
+from ctdr_lightning.memory.simulator.actions import (
     Actions,
     Away,
     Offload,
@@ -16,6 +16,7 @@ from ctdr_lightning.memory.plans.actions import (
     dropped_values,
 )
 from ctdr_lightning.memory.traces.bells import bells_of
+from ctdr_lightning.memory.traces.foreseen import FORESEEN
 from ctdr_lightning.memory.traces.op_kinds import TRACKED_VIEWS
 from ctdr_lightning.memory.traces.trace import WEIGHT, OpRecord, Trace
 
@@ -24,11 +25,11 @@ STAYS = {"kept", "no", "awaited", "needed"}
 
 @dataclass(frozen=True, slots=True)
 class ScriptLine:
-    """What the tape does at one forward op.
+    """The tape's work at one forward op.
 
     Attributes:
         op: Name of the op that is expected.
-        shape: Shape of its first output, to notice a step that differs.
+        shape: Shape of its first output, to notice a step that differs; empty where it was not seen.
         replay: Whether its outputs are dropped and made again by running it once more.
         stays: For each output of a replayed op: ``"kept"`` (held from the start), or whether it stays once replayed:
             ``"no"``,
@@ -39,7 +40,7 @@ class ScriptLine:
         tick: When it runs, in the trace's time.
         sends: ``(output, value id)`` of each of its outputs that is put away.
         marked: Whether something is sent, or must be gone, once it has run.
-        bell: Tick of the backward that is heard when what is saved after it is asked for; -1 where none need be.
+        bell: Tick of the backward that the tape hears when a save after this op is requested; -1 if none is needed.
         exposed: Whether its replay reads a tensor from before the step, no weight, that autograd did not save. A step
             that differs may write over such a tensor unnoticed where plain autograd would not mind.
     """
@@ -64,7 +65,7 @@ class ScriptLine:
 
 
 def write_script(trace: Trace, actions: Actions) -> tuple[ScriptLine, ...]:
-    """What the tape does at each forward op so that exactly the plan's values are dropped and put away."""
+    """Derive the tape's work at each forward op, so that exactly the plan's values are dropped and put away."""
     dropped, away = dropped_values(trace, actions), away_values(trace, actions)
     absent = dropped | away.keys()
     saving, written = _saving_ops(trace, absent), _writing_ops(trace, dropped, absent)
@@ -73,9 +74,10 @@ def write_script(trace: Trace, actions: Actions) -> tuple[ScriptLine, ...]:
     for place, index in enumerate(trace.forward_ops):
         op = trace.ops[index]
         first = op.outputs[0] if op.outputs else -1
-        shape = trace.values[first].shape if first >= 0 and trace.values[first].op == index else ()
+        seen = first >= 0 and trace.values[first].op == index and FORESEEN not in trace.meta
+        shape = trace.values[first].shape if seen else ()
         sends = tuple((i, v) for i, v in enumerate(op.outputs) if v in away and trace.values[v].op == index)
-        # Views of what is put away are made again like any other; only the op that makes it is none of the tape's.
+        # Views of a value that is put away are recomputed like any other; only its own op is not the tape's to replay.
         again = {v for v in op.outputs if v in dropped or (v in away and trace.values[v].op != index)}
         replay = bool(again) and not _is_plain_view(trace, op)
         lines.append(
@@ -115,7 +117,7 @@ def _is_exposed(trace: Trace, op: OpRecord) -> bool:
 
 
 def _is_plain_view(trace: Trace, op: OpRecord) -> bool:
-    """Whether the tape finds what the op makes by itself: a view of something that was not written in place."""
+    """Whether the tape finds the op's output by itself: a view of something that was not written in place."""
     if op.name not in TRACKED_VIEWS:
         return False
     record = trace.values[op.outputs[0]]

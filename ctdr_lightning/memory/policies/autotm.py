@@ -3,9 +3,9 @@
 Hildebrand et al., "AutoTM: Automatic Tensor Movement in Heterogeneous Memory Systems using Integer Linear Programming",
 ASPLOS 2020.
 
-Reproduced: an integer program over tensors: kept, or moved away and back; at every point of the program what is on the
-    device is at most the limit; the least time of transfers that computation does not hide is the goal; where the plan
-    takes more memory in fact than in the program, the limit is lowered and the program solved again.
+Reproduced: an integer program over tensors: kept, or moved away and back; at every point of the program the bytes on
+    the device are at most the limit; the objective is the least time of transfers that computation does not hide; if
+    the plan really takes more memory than in the program, the limit is lowered and the program solved again.
 Modelled: a move is asynchronous, so that the part of its time that lies within the ops between its last read and its
     next use is hidden; a program point is a tick of the recorded step.
 Left out: kernels that read their inputs from the slower memory in place, which a GPU's do not.
@@ -23,11 +23,11 @@ from itertools import pairwise
 import numpy as np
 
 from ctdr_lightning.memory.bounds.linear_program import LinearProgram
-from ctdr_lightning.memory.plans.actions import Action, Actions, Keep, Offload
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.best_candidate import choose
 from ctdr_lightning.memory.search.layered import LayerInput, largest_link, layer_inputs
+from ctdr_lightning.memory.simulator.actions import Action, Actions, Keep, Offload
 from ctdr_lightning.memory.simulator.away import link_to
 from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.schedule import SLACK, scheduled
@@ -38,7 +38,7 @@ from ctdr_lightning.memory.traces.machine import Link
 # Nodes of the search tree: AutoTM's paper lets Gurobi run for minutes; R and GPT-2 were solved at the root.
 N_NODES = 200
 ROUNDS = 8
-# Where no peak is asked for, limits of these shares of what lies above the resident bytes are solved for.
+# Without a peak in the budget, limits of these shares of the bytes above the resident ones are solved for.
 SHARES = (0.75, 0.5, 0.25)
 # Every transfer costs something although it is hidden, so that no more is moved than must be.
 HIDDEN_COST = 0.01
@@ -46,10 +46,10 @@ HIDDEN_COST = 0.01
 
 @POLICIES.register("autotm", uses=frozenset({Keep, Offload}))
 def autotm(step: Prepared, budget: Budget) -> Timeline:
-    """Move what the integer program says.
+    """Move the tensors that the integer program chooses.
 
     Raises:
-        InfeasibleBudgetError: When no program's plan fits.
+        InfeasibleBudgetError: If no program's plan fits.
     """
     return choose(step, _plans(step, budget), budget, "autotm")
 
@@ -74,11 +74,11 @@ def _plans(step: Prepared, budget: Budget) -> Iterator[Actions]:
             over = Simulator(step, actions).peak_bytes - wanted
             if over <= 0:
                 break
-            limit -= over << attempt  # what is landing early or leaving late may need more than its own excess
+            limit -= over << attempt  # early landings or late departures may need more than their own excess
 
 
 class _Programs:
-    """What all programs of a step share: what each tensor costs to move, and when it is away."""
+    """Shared data of all programs of a step: each tensor's cost of moving, and the ticks at which it is away."""
 
     def __init__(self, step: Prepared, link: Link) -> None:
         simulator = Simulator(step)
@@ -91,7 +91,7 @@ class _Programs:
         self._points = list(_points(simulator.bytes_at(), windows))
 
     def solved(self, limit_bytes: int) -> dict[int, Action] | None:
-        """What to move so that every tick takes at most so much; None where nothing does."""
+        """The moves under which every tick stays within a limit; None if there are none."""
         program = LinearProgram()
         columns = [program.variable(cost, whole=True) for cost in self._costs]
         left, back = self._windows.T

@@ -3,12 +3,12 @@
 ASPLOS 2020.
 
 Reproduced: accesses are measured in one passive step (the trace); candidates are tensors that are accessed again after
-    the peak. Swapping: a tensor's free time is what lies between the end of its swap-out and the latest start of its
-    swap-in; the longest free time is chosen first, as long as it is not negative; the in-trigger is the latest access
-    before the swap-in must start, and comes earlier by a twentieth of the swap's time wherever the step still waits.
+    the peak. Swapping: a tensor's free time lies between the end of its swap-out and the latest start of its
+    swap-in; the tensor with the longest one is chosen first, unless it is negative. The in-trigger is the latest
+    access before the swap-in must start. Where the step still waits, it comes a twentieth of the swap's time earlier.
     Recomputation: the tensor with the most memory saved per second (MSPS) is chosen, then the times of the others
     change: a tensor whose source is chosen must also recompute that source, and a chosen tensor's source is recomputed
-    once more for each chosen tensor that needs it. It is collective: what a replay passes and is still awaited is kept.
+    once more for each chosen tensor that needs it. It is collective: a replay keeps values on its way that are awaited.
     Where only negative free times are left, the cheaper of exposed swap and recomputation is taken, until it fits.
 Modelled: where the peak is, after each choice, is asked of the simulator instead of the next measured step, and so is
     the wait. Without a link there is the recomputation alone.
@@ -26,11 +26,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ctdr_lightning.memory.plans.actions import RECOMPUTE, Action, Actions, Keep, Offload, Recompute
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.best_candidate import choose
 from ctdr_lightning.memory.search.layered import LayerInput, largest_link, layer_inputs
+from ctdr_lightning.memory.simulator.actions import RECOMPUTE, Action, Actions, Keep, Offload, Recompute
 from ctdr_lightning.memory.simulator.away import link_to
 from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.schedule import scheduled, settled
@@ -51,7 +51,7 @@ class Recomputable:
 
     Attributes:
         value: Its value id.
-        n_bytes: What recomputing it saves.
+        n_bytes: Bytes saved by recomputing it.
         sources: The tensors that its recomputation starts from.
         replay_s: Time from them to it.
         idle: Its last use in the forward and its first in the backward; between them recomputing it saves its bytes.
@@ -73,10 +73,10 @@ class Recomputable:
 
 @POLICIES.register("capuchin", uses=frozenset({Keep, Recompute, Offload}))
 def capuchin(step: Prepared, budget: Budget) -> Timeline:
-    """Swap what has the time for it, and recompute what saves the most memory per second, until the peak fits.
+    """Swap tensors with enough free time, and recompute those that save the most memory a second, until the peak fits.
 
     Raises:
-        InfeasibleBudgetError: When the peak does not fit although nothing is left to recompute there.
+        InfeasibleBudgetError: If the peak does not fit although nothing is left to recompute there.
     """
     return choose(step, _plans(step, budget), budget, "capuchin")
 
@@ -154,7 +154,7 @@ def _trigger(trace: Trace, entry: LayerInput, link: Link, starts_s: np.ndarray, 
 
 
 def _triggered_earlier(step: Prepared, actions: Actions) -> Iterator[Actions]:
-    """The plan, and the same with the triggers of what is waited for ever earlier, as feedback from step to step."""
+    """The plan, and variants in which the triggers of swap-ins that the step waits for come earlier, as in feedback."""
     trace = step.trace
     link = link_to(trace, largest_link(trace))
     inputs = {e.value: e for e in layer_inputs(step, lambda op: True)}

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ctdr_lightning.memory.plans.actions import Actions, Keep, Offload
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.policies.vdnn import moved
 from ctdr_lightning.memory.search.best_candidate import choose
+from ctdr_lightning.memory.simulator.actions import Actions, Keep, Offload
 from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.timeline import Timeline
 from ctdr_lightning.memory.traces.facts import facts_of
@@ -35,7 +35,7 @@ def cdma(step: Prepared, budget: Budget) -> Timeline:
     """Move nothing, or the inputs of convolutions, or those of all layers, compressed: the fastest that fits.
 
     Raises:
-        InfeasibleBudgetError: When none fits.
+        InfeasibleBudgetError: If none fits.
     """
     plans = [moved(step, convolutions_alone=alone) for alone in (True, False)]
     return choose(step, [{}, *(_without_zeros(step.trace, plan) for plan in plans)], budget, "cdma")

@@ -4,9 +4,9 @@ Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerial
 
 Reproduced: the optimum over all tensors by mixed integer programming, with the paper's R (runs again in a stage), S (is
     held from stage to stage) and U (bytes) and its constraints; the paper's program itself, op by op and with FREE, is
-    in ``tableau`` for plain graphs.
+    in ``benchmarks.checkmate_tableau`` for plain graphs.
 Modelled: ops are grouped to stages, as a program of one stage an op (a million rows for ResNet-50) takes hours: the
-    forward is one stage, and the backward is divided where bytes are scarce (see ``staged``). Bytes between the ends of
+    forward is one stage, and the backward is divided where bytes are scarce. Bytes between the ends of
     stages are judged by the simulator; where it finds too many, a stage is divided there or its limit lowered, and the
     program is solved again. While no such cut was needed the solution is the optimum of the tape.
 Left out: running ops again in the forward. Where the time limit does not suffice the relaxation is rounded, as in the
@@ -24,17 +24,17 @@ from collections.abc import Iterator
 import numpy as np
 
 from ctdr_lightning.memory.bounds.staged_program import StagedProgram, choose_ticks, lives_of
-from ctdr_lightning.memory.plans.actions import RECOMPUTE, Action, Actions
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.best_candidate import choose
+from ctdr_lightning.memory.simulator.actions import RECOMPUTE, Action, Actions
 from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.schedule import judge
 from ctdr_lightning.memory.simulator.timeline import Timeline
 from ctdr_lightning.memory.traces.trace import Trace
 
 # The program starts with bytes limited at three ticks and gets more where the simulator finds too many: its time grows
-# faster than linearly with them. None of these numbers was tuned.
+# faster than linearly with them. These numbers are not tuned.
 FIRST_TICKS = 3
 GAP = 0.01  # of the seconds that are recomputed: the solver proves the last percent far longer than it finds it
 # Of the bytes above the weights: a smaller excess lowers all limits, by so much more than it, so that rounds end.

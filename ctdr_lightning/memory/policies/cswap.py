@@ -2,8 +2,8 @@
 
 Chen et al., "CSWAP: A Self-Tuning Compression Framework for Accelerating Tensor Swapping in GPUs", IEEE CLUSTER 2021.
 
-Reproduced: of vDNN's transfers of every layer's input those are compressed whose exposed part grows shorter: time to
-    encode, to move what is left, and to decode, against the time to move the tensor, both ways.
+Reproduced: of vDNN's transfers of every layer's input those are compressed whose exposed part gets shorter: the time to
+    encode, to move the compressed bytes, and to decode, against the time to move the tensor, both ways.
 Modelled: the part of a transfer that the layer's own forward and backward hide is not exposed. Times of the codec are
     linear in the bytes, as measured on this machine, where the paper also learns how they grow with the zeros.
 Left out: Bayesian optimisation of the codec's launch parameters.
@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ctdr_lightning.memory.plans.actions import Action, Actions, Keep, Offload
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.cdma import ZERO_VALUE
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.policies.vdnn import moved
 from ctdr_lightning.memory.search.best_candidate import choose
+from ctdr_lightning.memory.simulator.actions import Action, Actions, Keep, Offload
 from ctdr_lightning.memory.simulator.away import away_bytes, codec_cost, link_to
 from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.timeline import Timeline
@@ -34,7 +34,7 @@ def cswap(step: Prepared, budget: Budget) -> Timeline:
     """Move nothing, or the input of every layer, compressed where that pays.
 
     Raises:
-        InfeasibleBudgetError: When neither fits.
+        InfeasibleBudgetError: If neither fits.
     """
     return choose(step, [{}, _tuned(step)], budget, "cswap")
 

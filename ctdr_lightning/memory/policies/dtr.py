@@ -26,11 +26,11 @@ from random import Random
 
 import numpy as np
 
-from ctdr_lightning.memory.plans.actions import RECOMPUTE, RECOMPUTE_EACH
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.best_candidate import choose
-from ctdr_lightning.memory.search.evicted import SMALL_SHARE, EvictedSet
+from ctdr_lightning.memory.simulator.actions import RECOMPUTE, RECOMPUTE_EACH
+from ctdr_lightning.memory.simulator.evicted import SMALL_SHARE, EvictedSet
 from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.simulator import Simulator
 from ctdr_lightning.memory.simulator.timeline import Timeline
@@ -50,41 +50,50 @@ MOST_CANDIDATES = 128
 # The policy thrashes where it takes so many times the plain step. Wherever a plan fitted, on 18 nets at four budgets,
 # it took x4 at most; one projection in which an LSTM took x11 was a minute's work.
 THRASHES = 8
-# So many lowered budgets in a row may leave the least peak as it is before it is given up. Not tuned.
+# The search gives up after so many lowered budgets in a row without a lower peak. Not tuned.
 PATIENCE = 3
 
 
 @POLICIES.register("dtr")
 def dtr(step: Prepared, budget: Budget) -> Timeline:
-    """What the online policy would evict under the budget.
+    """Evict the values that the online policy would evict under the budget.
 
     Raises:
-        InfeasibleBudgetError: When the plan exceeds the budget however early the policy starts to evict.
+        InfeasibleBudgetError: If the plan exceeds the budget however early the policy starts to evict.
     """
     return choose(step, _projections(step, budget), budget, "dtr")
 
 
 def _projections(step: Prepared, budget: Budget) -> Iterator[Timeline]:
-    """Projections for tighter and tighter budgets, to the first that stays and fits, while the peak goes down."""
-    resident_bytes, least = step.trace.resident_bytes, step.plain_peak_bytes
-    room: float = (least if budget.peak_bytes is None else budget.peak_bytes) - resident_bytes
-    in_vain, work = 0, MOST_WORK
-    while in_vain < PATIENCE:
-        projection = Projection(step, resident_bytes + int(room))
-        evicted = projection.run()
-        simulator = Simulator(step, dict.fromkeys(evicted, RECOMPUTE))
+    """Projections for tighter and tighter budgets, to the first that stays and fits, while the peak goes down.
+
+    Where none fits, the last evicts all that it may, whatever the budget: a budget that an error names is accepted.
+    """
+    limit_bytes, least = budget.peak_bytes, step.plain_peak_bytes
+    room: float = (least if limit_bytes is None else limit_bytes) - step.trace.resident_bytes
+    in_vain, work, thrashes = 0, MOST_WORK, False
+    while in_vain < PATIENCE and not thrashes:
+        simulator, evicted, thrashes = _projected(step, int(room))
         yield simulator.timeline()
-        peak = simulator.peak_bytes
-        if budget.peak_bytes is not None and peak <= budget.peak_bytes:
+        if limit_bytes is not None and simulator.peak_bytes <= limit_bytes:
             return
-        _make_again_at_each_use(simulator, sorted(evicted, key=lambda v: -evicted[v]), budget.peak_bytes or 0, work)
+        _make_again_at_each_use(simulator, evicted, limit_bytes or 0, work)
         work -= simulator.work
         yield simulator.timeline()
-        if projection.thrashes:
-            return
-        peak = min(peak, simulator.peak_bytes)
-        in_vain = 0 if peak < least else in_vain + 1
-        least, room = min(peak, least), room * TIGHTER
+        in_vain = 0 if simulator.peak_bytes < least else in_vain + 1
+        least, room = min(simulator.peak_bytes, least), room * TIGHTER
+    if limit_bytes is not None and least > limit_bytes:
+        simulator, evicted, _ = _projected(step, 0)
+        _make_again_at_each_use(simulator, evicted, limit_bytes, MOST_WORK)
+        yield simulator.timeline()
+
+
+def _projected(step: Prepared, room_bytes: int) -> tuple[Simulator, list[int], bool]:
+    """The plan in which evicted values stay once back; the values, most often evicted first; whether it thrashes."""
+    projection = Projection(step, step.trace.resident_bytes + room_bytes)
+    evicted = projection.run()
+    simulator = Simulator(step, dict.fromkeys(evicted, RECOMPUTE))
+    return simulator, sorted(evicted, key=lambda v: -evicted[v]), projection.thrashes
 
 
 def _make_again_at_each_use(simulator: Simulator, again: list[int], limit_bytes: int, most_work: int) -> None:
@@ -115,7 +124,7 @@ class Projection:
         budget_bytes: When to evict.
 
     Attributes:
-        seconds: What the online policy itself would take, which may evict under pressure; known after ``run``.
+        seconds: Time of the online policy itself, which may evict under pressure; known after ``run``.
     """
 
     def __init__(self, step: Prepared, budget_bytes: int) -> None:
@@ -154,7 +163,7 @@ class Projection:
         return self.seconds > THRASHES * self._trace.seconds
 
     def _without(self, plain: np.ndarray) -> np.ndarray:
-        """Live bytes besides the values that can be evicted."""
+        """Live bytes without the values that can be evicted."""
         steps = np.zeros(len(plain) + 2, dtype=np.int64)
         for value in self._values:
             steps[self._trace.ops[self._index.op_of[value]].tick] += self._bytes[value]
@@ -165,7 +174,7 @@ class Projection:
         return min(max(self._index.released[value], self._index.alive_until[value]), self._trace.n_ticks)
 
     def _events(self) -> dict[int, list[tuple[str, int]]]:
-        """What happens to values at each tick."""
+        """The events of values at each tick."""
         events: dict[int, list[tuple[str, int]]] = defaultdict(list)
         index = self._index
         for op in self._trace.forward_ops:
@@ -214,7 +223,7 @@ class Projection:
                 cost.join(self._evicted[near])
 
     def _fetch(self, value: int, tick: int) -> None:
-        """A value is asked for: what is missing is made again, and what is awaited of it stays."""
+        """A value is requested: missing values are replayed, and awaited ones stay."""
         stack = [value] if value not in self._here else []
         seen: set[int] = set()
         while stack:

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ctdr_lightning.memory.plans.actions import Action, Actions, Compress, Keep
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.best_candidate import choose
-from ctdr_lightning.memory.search.together import free_codecs
+from ctdr_lightning.memory.search.others import free_codecs
+from ctdr_lightning.memory.simulator.actions import Action, Actions, Compress, Keep
 from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.timeline import Timeline
 from ctdr_lightning.memory.traces.facts import facts_of
@@ -33,10 +33,10 @@ REDUCED = ("fp8", "bf16")  # the smaller first
 
 @POLICIES.register("gist", uses=frozenset({Keep, Compress}), exact=False)
 def gist(step: Prepared, budget: Budget) -> Timeline:
-    """Encode what the budget asks for: nothing, losslessly, or in reduced precision.
+    """Encode as far as the budget requires: nothing, losslessly, or in reduced precision.
 
     Raises:
-        InfeasibleBudgetError: When no encoding that is allowed fits.
+        InfeasibleBudgetError: If no encoding that is allowed fits.
     """
     return choose(step, _plans(step.trace), budget, "gist")
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ctdr_lightning.memory.plans.actions import Actions, Keep
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
+from ctdr_lightning.memory.simulator.actions import Actions, Keep
 from ctdr_lightning.memory.simulator.prepared import Prepared
 
 
-@POLICIES.register("keep", uses=frozenset({Keep}), answers_always=True)
+@POLICIES.register("keep", uses=frozenset({Keep}))
 def keep(step: Prepared, budget: Budget) -> Actions:
     """Drop nothing."""
     return {}

@@ -2,9 +2,9 @@
 
 MLSys 2023, arXiv 2205.05198; the choice of modules as in Megatron-LM's ``recompute_modules``.
 
-Reproduced: outputs of layers with weights and the residual stream are kept; what attention's core makes (products of
-    activations, softmax), the only part whose size grows with the square of the sequence, is recomputed; on the next
-    level also what norms and activation functions make.
+Reproduced: outputs of layers with weights and the residual stream are kept; outputs of attention's core (products of
+    activations, softmax), the only part whose size grows with the square of the sequence, are recomputed; on the next
+    level also the outputs of norms and activation functions.
 Modelled: the parts are found by the kinds of their ops, not by module names, so that any model can be planned.
 Left out: sequence and tensor parallelism, the paper's other half.
 
@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ctdr_lightning.memory.plans.actions import KEEP, RECOMPUTE, Actions
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.best_candidate import choose
+from ctdr_lightning.memory.simulator.actions import KEEP, RECOMPUTE, Actions
 from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.timeline import Timeline
 from ctdr_lightning.memory.traces.op_kinds import is_attention_core, is_cheap, is_weighted
@@ -30,7 +30,7 @@ def megatron(step: Prepared, budget: Budget) -> Timeline:
     """Recompute nothing, attention's core, or that and the outputs of norms and activation functions.
 
     Raises:
-        InfeasibleBudgetError: When none of the three fits.
+        InfeasibleBudgetError: If no level fits.
     """
     trace = step.trace
     made = {v for v, record in enumerate(trace.values) if record.op >= 0}
@@ -43,7 +43,7 @@ def megatron(step: Prepared, budget: Budget) -> Timeline:
 
 
 def recompute_outputs(trace: Trace, chosen: Callable[[OpRecord], bool]) -> Actions:
-    """Recompute what the chosen ops make; hold the outputs of the others, so that no replay goes beyond them."""
+    """Recompute the outputs of the chosen ops; hold those of the others, so that no replay goes beyond them."""
     makers = {v: trace.ops[trace.values[v].op] for v in trace.droppable}
     recomputed = {v: RECOMPUTE for v, op in makers.items() if trace.values[v].saves and chosen(op)}
     if not recomputed:

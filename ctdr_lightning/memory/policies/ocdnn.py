@@ -14,11 +14,11 @@ Complexity O(n log n).
 
 from __future__ import annotations
 
-from ctdr_lightning.memory.plans.actions import Action, Actions, Keep, Offload
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.best_candidate import choose
 from ctdr_lightning.memory.search.layered import largest_link, layer_inputs
+from ctdr_lightning.memory.simulator.actions import Action, Actions, Keep, Offload
 from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.schedule import scheduled
 from ctdr_lightning.memory.simulator.timeline import Timeline
@@ -30,7 +30,7 @@ def ocdnn(step: Prepared, budget: Budget) -> Timeline:
     """Move nothing, or the inputs of all layers.
 
     Raises:
-        InfeasibleBudgetError: When neither fits.
+        InfeasibleBudgetError: If neither fits.
     """
     return choose(step, [{}, _managed(step)], budget, "ocdnn")
 

@@ -5,8 +5,8 @@ search is greedy, and of Feng and Huang, arXiv 1808.00079, who solve it exactly.
 
 Reproduced: the exact optimum for stages of any sizes, and under a budget the fastest subset, which is the one whose
     last checkpoint is the earliest: every segment before it runs its forward once more, the one behind it is kept.
-Modelled: what the model's peak leaves out (workspaces, gradients, small values) is judged by the simulator, which
-    chooses among the best subsets for each last checkpoint.
+Modelled: the simulator adds the bytes outside of the model's peak (workspaces, gradients, small values), and chooses
+    among the best subsets for each last checkpoint.
 Left out: nothing. A net without cut points is a chain of one stage, and its only plan keeps everything.
 
 Complexity O(n^3): for each of at most n^2 sizes of the largest segment one shortest path, O(n) by a sliding minimum.
@@ -37,7 +37,7 @@ N_LIGHTEST = 16
 
 
 class Sizes(Protocol):
-    """What one stage of a chain takes, in bytes; a ``Stage`` has it."""
+    """Bytes of one stage of a chain; a ``Stage`` has them."""
 
     @property
     def output_bytes(self) -> int:
@@ -45,7 +45,7 @@ class Sizes(Protocol):
 
     @property
     def inner_bytes(self) -> int:
-        """What is saved inside of it, its output not counted."""
+        """Bytes saved inside of it, without its output."""
 
     @property
     def saved_bytes(self) -> int:
@@ -97,8 +97,8 @@ def least_peak_by_last(stages: Sequence[Sizes]) -> list[Subset]:
     """For each last checkpoint the subset of least peak: bytes of all checkpoints + bytes of the largest segment.
 
     Args:
-        stages: The chain. A segment holds what its stages save, but of its last stage, whose output is the next
-            checkpoint, only what is inside.
+        stages: The chain. A segment holds the saved values of its stages, but not the output of its last stage, which
+            is the next checkpoint.
 
     Returns:
         First the subset without any checkpoint, then one for each stage but the last; so from the fastest to the

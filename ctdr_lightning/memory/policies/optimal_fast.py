@@ -1,13 +1,13 @@
 """The checkpoint subset of a chain with the least peak where checkpoints behind the segment at work are already freed.
 
 The backward enters the segments from the last to the first. At a segment, the checkpoints after it have been used and
-are gone, so that the peak is the largest of (checkpoints before the segment + the segment). Beside ``optimal`` this is
-the truer and the easier objective: what the rest of the chain needs does not depend on how one came there.
+are gone, so that the peak is the largest of (checkpoints before the segment + the segment). Compared with
+``optimal`` this objective is both truer and easier: the needs of the rest of the chain do not depend on its beginning.
 
 Reproduced: the optimum by one pass from the chain's end, and under a budget the fastest subset, which is the one whose
     last checkpoint is the earliest, by one pass from its start; both O(n^2). The setting is that of Chen et al., arXiv
     1604.06174, and Feng and Huang, arXiv 1808.00079.
-Modelled: what the model's peak leaves out is judged by the simulator, as in ``optimal``.
+Modelled: the simulator adds the bytes outside of the model's peak, as in ``optimal``.
 Left out: nothing.
 
 Complexity O(n^2) for a subset; the policy asks for one for each last checkpoint.
@@ -40,7 +40,7 @@ def least_peak(stages: Sequence[Sizes], last: int | None = None) -> Subset:
     """The subset of least peak: the largest of (checkpoints before a segment + the segment).
 
     Args:
-        stages: The chain; what a segment holds is said in ``optimal``.
+        stages: The chain; ``optimal`` defines the bytes of a segment.
         last: The last checkpoint; -1 for none, None to leave it free.
     """
     total, ends = prefix_bytes(stages)
@@ -62,9 +62,9 @@ def least_peak(stages: Sequence[Sizes], last: int | None = None) -> Subset:
 
 
 def fastest_under(stages: Sequence[Sizes], budget_bytes: int) -> Subset | None:
-    """The subset that recomputes the least under a budget, None where none fits it.
+    """The subset that recomputes the least under a budget; None if no subset fits.
 
-    What precedes the last checkpoint runs its forward once more, so the earliest possible last checkpoint is the best;
+    All stages before the last checkpoint run their forward once more, so the earliest possible last checkpoint is best;
     on the way, holding fewer bytes is never worse.
     """
     total, ends = prefix_bytes(stages)

@@ -3,15 +3,15 @@
 Beaumont, Eyraud-Dubois and Shilova, "Efficient Combination of Rematerialization and Offloading for Training DNNs",
 NeurIPS 2021.
 
-Reproduced: a chain whose first pass is cut into segments. Of each segment what its backward starts from (its input, and
-    for a single stage that runs F-all all that this saves) stays or goes over one link, out behind the forward and
+Reproduced: a chain whose first pass is cut into segments. The tensors from which a segment's backward starts (its
+    input, and for a single stage that runs F-all all its saves) stay or go over one link, out behind the forward and
     back behind the backward; a segment that kept its input alone is run again as ``rotor`` runs it, in the memory that
     is free by then. The step waits for the link where memory is full. The fastest such schedule for every memory, by
     dynamic programming over stage, free memory, bytes that wait to go out and bytes that must be back already.
-Modelled: bytes leave and come back evenly, so that a tensor half sent takes half of its memory. What is made again is
+Modelled: bytes leave and come back evenly, so that a tensor half sent takes half of its memory. Recomputed values are
     never sent, as in the paper. The recursion over these states is ours: it was written from the problem, not from the
     authors' code.
-Projected: as ``rotor`` does it. What is wanted back when the backward begins never leaves. Transfers start as early
+Projected: as in ``rotor``. Values that are needed when the backward begins never leave. Transfers start as early
     and come back as late as hides them, with the slack that every policy's transfers have; that the forward waits for
     room is not carried over. So all schedules are simulated, and the simulator has the last word.
 Left out: several links, of which the fastest is taken, and their latency. Without a link the policy keeps everything.
@@ -30,7 +30,6 @@ from math import ceil
 
 import numpy as np
 
-from ctdr_lightning.memory.plans.actions import Actions, Keep, Offload, Recompute
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.policies.rotor import (
@@ -47,6 +46,7 @@ from ctdr_lightning.memory.policies.rotor import (
 from ctdr_lightning.memory.search.best_candidate import choose
 from ctdr_lightning.memory.search.chain import SMALL_SHARE, Chain, find_chain
 from ctdr_lightning.memory.search.layered import largest_link
+from ctdr_lightning.memory.simulator.actions import Actions, Keep, Offload, Recompute
 from ctdr_lightning.memory.simulator.away import link_to
 from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.schedule import SLACK
@@ -65,9 +65,9 @@ class Segment:
         first: Its first stage.
         last: Its last stage.
         whole: Whether it is a single stage that runs F-all.
-        away: Whether what it keeps goes over the link.
+        away: Whether its kept values go over the link.
         slots: Memory that its second pass has, where it has one.
-        back: Slots of what earlier segments sent that must be back when it is done.
+        back: Slots of values sent by earlier segments that must be back when it is done.
     """
 
     first: int
@@ -150,7 +150,7 @@ class Program:
         return found
 
     def schedule(self, slots: int) -> list[tuple[str, int]]:
-        """The best schedule as rotor writes one: what to do, and with which stage."""
+        """The best schedule in rotor's notation: actions, each with its stage."""
         *passed, rest = self.segments(slots)
         steps: list[tuple[str, int]] = []
         for part in passed:
@@ -174,7 +174,7 @@ class Program:
             yield seconds + self._at(end + 1, after), segment
 
     def _after(self, segment: Segment, state: _State) -> tuple[np.ndarray, _State]:
-        """Seconds of a segment, infinite where it does not fit, and what is free and on its way behind it."""
+        """Seconds of a segment, infinite if it does not fit, and the slots that are free and on their way behind it."""
         first, behind = segment.first, segment.last + 1
         room = state.free - self._inputs[first]
         seconds = self._remade(first, segment.last, room - state.back)
@@ -183,7 +183,7 @@ class Program:
         fetched = _crossed(self._backward_s[first], backward_s, self._in_rate)
         item = self._inputs[first] + (self._inside[first] if segment.whole else 0)
         moved = item if segment.away else 0
-        early = 0 if segment.whole else moved  # an input can go while the segment runs, what F-all makes cannot
+        early = 0 if segment.whole else moved  # an input can leave while the segment runs, outputs of F-all cannot
         out = np.maximum(state.out + early - sent, 0) + moved - early
         after = _State(state.free - item + moved, out, np.maximum(state.back - fetched, 0) + moved)
         fits = room - state.out >= self._first_pass(segment)
@@ -203,7 +203,7 @@ class Program:
         return np.where(fits, found, np.inf)
 
     def _first_pass(self, segment: Segment) -> int:
-        """What the forward of a segment takes besides its input."""
+        """Slots of a segment's forward, without its input."""
         link = self.links[segment.first]
         first = max(link.saved_bytes, link.output_bytes) if segment.whole else link.output_bytes
         passes = (self._pass_bytes[j] for j in range(segment.first + 1, segment.last + 1))
@@ -244,10 +244,10 @@ class PofoOptions:
 
 @POLICIES.register("pofo", uses=frozenset({Keep, Recompute, Offload}), options=PofoOptions())
 def pofo(step: Prepared, budget: Budget, options: PofoOptions) -> Timeline:
-    """Find the fastest schedule that recomputes and moves under the budget, and what of it the tape can do.
+    """Find the fastest schedule that recomputes and moves under the budget, and project it to actions of the tape.
 
     Raises:
-        InfeasibleBudgetError: When no schedule fits.
+        InfeasibleBudgetError: If no schedule fits.
     """
     chain = find_chain(step.trace).coarser(options.most_stages)
     return choose(step, _plans(step, chain, options.n_slots), budget, "pofo", chain.note)
@@ -270,7 +270,7 @@ def _plans(step: Prepared, chain: Chain, n_slots: int) -> Iterator[Actions]:
 def _moved(step: Prepared, chain: Chain, segments: Sequence[Segment], slot_bytes: float) -> Iterator[int]:
     """The values that go over the link.
 
-    What must be back when the backward begins, which are the last ones made, need never leave.
+    Values that must be back when the backward begins, which are the last ones made, never leave.
     """
     trace, staying_bytes = step.trace, segments[-1].back * slot_bytes
     for segment in reversed(segments):
@@ -282,7 +282,7 @@ def _moved(step: Prepared, chain: Chain, segments: Sequence[Segment], slot_bytes
 
 
 def _sent(step: Prepared, chain: Chain, segment: Segment) -> Iterator[int]:
-    """What a segment's backward starts from, the last made first; small values stay."""
+    """The values from which a segment's backward starts, the last made first; small values stay."""
     trace, facts = step.trace, facts_of(step.trace)
     least = SMALL_SHARE * max(map(trace.value_bytes, trace.saved), default=0)
     before = (chain.stages[segment.first - 1].output,) if segment.first else ()

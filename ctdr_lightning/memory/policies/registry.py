@@ -1,4 +1,4 @@
-"""Where policies register, what is said of each when it does, and what they are given."""
+"""Registry of policies, their declared properties, and their arguments."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.registry import Registry
-from ctdr_lightning.memory.plans.actions import Action, Actions, Compress, Keep, Offload, Recompute
 from ctdr_lightning.memory.plans.budget import Budget
+from ctdr_lightning.memory.simulator.actions import Action, Actions, Compress, Keep, Offload, Recompute
 from ctdr_lightning.memory.simulator.prepared import Prepared, prepared
 from ctdr_lightning.memory.simulator.schedule import judge
 from ctdr_lightning.memory.simulator.timeline import Timeline
@@ -18,14 +18,14 @@ from ctdr_lightning.memory.traces.trace import Trace
 Choose = Callable[..., Actions | Timeline]
 """From a step and a budget, and options by name, to actions, or to the timeline of actions that were simulated.
 
-Values that are not named keep their default (saved: keep). A policy that finds nothing that fits raises
-``InfeasibleBudgetError`` or returns what comes closest.
+Values that are not named keep their default (saved: keep). A policy without a plan that fits raises
+``InfeasibleBudgetError`` or returns the closest plan.
 """
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A way to choose a plan, with what is known of it.
+    """A way to choose a plan, with its properties.
 
     Attributes:
         name: Its name.
@@ -33,8 +33,6 @@ class Policy:
         uses: Kinds of actions that it can choose.
         exact: Whether its plans leave a step's results bit-identical whatever codecs the machine offers.
         clocked: Whether it stops by the clock, so that another run may find another plan.
-        answers_always: Whether it answers, at once, budgets that nothing fits.
-        asks_others: Whether it looks at the plans of the other policies.
         options: Its options, as a frozen dataclass of plain fields; None where it has none.
 
     Example:
@@ -48,8 +46,6 @@ class Policy:
     uses: frozenset[type[Action]] = frozenset({Keep, Recompute})
     exact: bool = True
     clocked: bool = False
-    answers_always: bool = False
-    asks_others: bool = False
     options: Any = None
 
     def __call__(self, step: Trace | Prepared, budget: Budget) -> Timeline:
@@ -57,11 +53,11 @@ class Policy:
 
         Args:
             step: The recorded step; prepared where more than one plan is made of it.
-            budget: What the plan may take.
+            budget: The plan's limits.
 
         Raises:
-            ConfigError: When the budget allows fewer seconds than the plain step takes.
-            InfeasibleBudgetError: When the policy finds nothing that fits.
+            ConfigError: If the budget allows fewer seconds than the plain step takes.
+            InfeasibleBudgetError: If the policy finds nothing that fits.
         """
         step = prepared(step)
         _check_seconds(step.trace, budget)
@@ -72,7 +68,7 @@ class Policy:
         """The same policy with some options changed.
 
         Raises:
-            ConfigError: When there is no such option.
+            ConfigError: If there is no such option.
         """
         known = self.option_values
         if unknown := changes.keys() - known.keys():
@@ -88,9 +84,9 @@ class Policy:
         return {} if self.options is None else asdict(self.options)
 
     def works_on(self, trace: Trace) -> bool:
-        """Whether it can do more than keep everything: what moves or compresses needs links, or codecs asked for."""
+        """Whether it can do more than keep everything: moving needs links, compressing needs requested codecs."""
         away = (trace.links and Offload in self.uses) or (trace.asked_codecs and Compress in self.uses)
-        return Recompute in self.uses or self.answers_always or bool(away)
+        return Recompute in self.uses or bool(away)
 
 
 def _check_seconds(trace: Trace, budget: Budget) -> None:
@@ -110,10 +106,10 @@ class PolicyRegistry(Registry[Policy]):
 
         Args:
             name: Its name.
-            facts: What is known of it: the attributes of :class:`Policy`.
+            facts: Its properties: the attributes of :class:`Policy`.
 
         Raises:
-            ConfigError: When the name is taken.
+            ConfigError: If the name is taken.
         """
 
         def add(choose: Choose) -> Choose:
@@ -127,7 +123,7 @@ class PolicyRegistry(Registry[Policy]):
 
 
 def policy_of(found: Policy | Choose, name: str = "") -> Policy:
-    """A policy as it is; a bare callable as a policy of its name, or of one that is given."""
+    """Return a policy unchanged, and a bare callable as a policy of its own or the given name."""
     return found if isinstance(found, Policy) else Policy(name or getattr(found, "__name__", "custom"), found)
 
 

@@ -5,11 +5,11 @@ neural networks with limited memory", Inria research report RR-9302, 2019.
 
 Reproduced: the recursion over a chain whose stages run forward in one of three ways (F-none keeps nothing, F-ck keeps
     the stage's input, F-all keeps all that its backward needs), on 500 slots of memory; optimal among the schedules
-    that free what they keep only by using it. ``solve`` and ``Table.schedule`` are exact on plain chains.
-Projected: the tape replays when autograd asks, so a schedule becomes actions: what the first pass keeps is kept; what
-    F-all makes in the second pass is recomputed once and cached; what more passes go through before its F-all is
-    recomputed at each use. The first two are exact but for what the tape need not run (ops whose results nobody asks
-    for); the third costs more on the tape, which replays for each value rather than for each stage. A stage's own
+    that free kept values only by using them. ``solve`` and ``Table.schedule`` are exact on plain chains.
+Projected: the tape replays when autograd asks, so a schedule becomes actions. Values kept by the first pass are kept;
+    values that F-all makes in the second pass are recomputed once and cached; values that more passes go through before
+    their F-all are recomputed at each use. The first two are exact, except that the tape skips ops whose results nobody
+    asks for; the third costs more on the tape, which replays for each value rather than for each stage. A stage's own
     peaks (gradients, workspaces) are read off the trace. The simulator has the last word on every schedule.
 Left out: offload (that is POFO).
 
@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 
 from ctdr_lightning.memory.bounds.staged_program import lives_of
-from ctdr_lightning.memory.plans.actions import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action, Actions
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.best_candidate import choose
 from ctdr_lightning.memory.search.chain import Chain, find_chain
+from ctdr_lightning.memory.simulator.actions import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action, Actions
 from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.schedule import judge
 from ctdr_lightning.memory.simulator.timeline import Timeline
@@ -48,9 +48,9 @@ class ChainLink:
         forward_s: Time of its forward.
         backward_s: Time of its backward.
         output_bytes: Its output, which is the next stage's input; its gradient is as large.
-        saved_bytes: What F-all keeps, the output included.
-        forward_temp_bytes: What its forward takes besides.
-        backward_temp_bytes: What its backward takes besides.
+        saved_bytes: Bytes that F-all keeps, the output included.
+        forward_temp_bytes: Temporary bytes of its forward.
+        backward_temp_bytes: Temporary bytes of its backward.
     """
 
     forward_s: float
@@ -69,7 +69,7 @@ class Table:
         seconds: Shape ``(stages, stages, slots + 1)``: from a first to a last stage; infinite where nothing fits.
         choices: 0 to start with F-all, else how many stages to run before the next checkpoint.
         input_slots: Slots of each stage's input.
-        saved_slots: Slots of what F-all keeps of each stage.
+        saved_slots: Slots that F-all keeps of each stage.
     """
 
     seconds: np.ndarray
@@ -78,10 +78,10 @@ class Table:
     saved_slots: np.ndarray
 
     def schedule(self, slots: int, first: int = 0, last: int = -1) -> list[tuple[str, int]]:
-        """The best schedule of a part of the chain: what to do, and with which stage.
+        """The best schedule of a part of the chain: actions, each with its stage.
 
         Args:
-            slots: Memory besides the part's input; ``seconds[first, last, slots]`` must be finite.
+            slots: Memory in addition to the part's input; ``seconds[first, last, slots]`` must be finite.
             first: Its first stage.
             last: Its last stage; -1 is the chain's.
         """
@@ -146,7 +146,7 @@ def _slots(n_bytes: Sequence[float] | np.ndarray, slot_bytes: float) -> np.ndarr
 
 
 def _least_slots(links: Sequence[ChainLink], held: np.ndarray, slot_bytes: float) -> np.ndarray:
-    """What each part of the chain takes at the very least: at its first pass, or at the backward of its only stage."""
+    """The least slots of each part of the chain: at its first pass, or at the backward of its only stage."""
     n = len(links)
     passes = [held[j] * (j > 0) + held[j + 1] + links[j].forward_temp_bytes for j in range(n)]
     least = np.zeros((n, n))
@@ -183,7 +183,7 @@ class RotorOptions:
 
 @POLICIES.register("rotor", options=RotorOptions())
 def rotor(step: Prepared, budget: Budget, options: RotorOptions) -> Timeline:
-    """Find the fastest schedule of the net's chain of stages under the budget, and what of it the tape can do.
+    """Find the fastest schedule of the net's chain of stages under the budget, and project it to actions of the tape.
 
     Schedules for every number of slots are simulated, from the fastest on, until one fits.
     """
@@ -210,8 +210,8 @@ def rotor(step: Prepared, budget: Budget, options: RotorOptions) -> Timeline:
 def links_of(step: Prepared, chain: Chain) -> list[ChainLink]:
     """The chain in the paper's terms.
 
-    What a stage's backward takes is read off the plain step, less what the stages before it hold there; what its
-    forward takes in a pass that keeps nothing is what no plan can free meanwhile.
+    A stage's backward bytes are read off the plain step, less the bytes that the stages before it hold there. The bytes
+    of its forward in a pass that keeps nothing are those that no plan can free meanwhile.
     """
     trace, plain, held = step.trace, step.plain_bytes_at, lives_of(step).bytes_at
     links: list[ChainLink] = []
@@ -250,7 +250,7 @@ def projections(chain: Chain, steps: Sequence[tuple[str, int]]) -> list[dict[int
 
 
 def actions_of(chain: Chain, steps: Sequence[tuple[str, int]]) -> dict[int, Action]:
-    """What the tape is to do so that it comes as close to a schedule as it can."""
+    """The actions with which the tape comes as close to a schedule as possible."""
     passes = [0] * len(chain.stages)
     kept_in: dict[int, int] = {}
     all_in: dict[int, int] = {}

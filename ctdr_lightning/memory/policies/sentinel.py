@@ -3,10 +3,10 @@
 Ren et al., "Sentinel: Efficient Tensor Migration and Allocation on Heterogeneous Memory Systems for Deep Learning",
 HPCA 2021, arXiv 1909.05182.
 
-Reproduced: tensors that live for less than a layer never migrate; the others do by intervals of so many layers: what an
-    interval read last leaves during the next one, and at the start of each interval the tensors of the one after it are
-    prefetched. The length of the interval is the largest whose data fit into the memory that is left and are moved in
-    the interval's time; where both cannot hold, lengths are tried.
+Reproduced: tensors that live for less than a layer never migrate; the others do by intervals of so many layers: tensors
+    that an interval read last leave during the next one, and at the start of each interval the tensors of the one after
+    it are prefetched. The length of the interval is the largest whose data fit into the memory that is left and are
+    moved in the interval's time; where both cannot hold, lengths are tried.
 Modelled: which lengths hold is asked of the simulator, for each length of a geometric series. A layer is a forward op
     that reads a saved value.
 Left out: pages, the profiling of memory accesses by faults, the reserved pool for short-lived tensors.
@@ -20,11 +20,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 
-from ctdr_lightning.memory.plans.actions import Action, Actions, Keep, Offload
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.best_candidate import choose
 from ctdr_lightning.memory.search.layered import LayerInput, largest_link, layer_inputs
+from ctdr_lightning.memory.simulator.actions import Action, Actions, Keep, Offload
 from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.schedule import scheduled
 from ctdr_lightning.memory.simulator.timeline import Timeline
@@ -36,7 +36,7 @@ def sentinel(step: Prepared, budget: Budget) -> Timeline:
     """Migrate by intervals of the length that suits the budget best.
 
     Raises:
-        InfeasibleBudgetError: When no length fits.
+        InfeasibleBudgetError: If no length fits.
     """
     return choose(step, _plans(step), budget, "sentinel")
 

@@ -12,18 +12,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ctdr_lightning.memory.plans.actions import Action, Actions
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.chain import Chain, find_chain
+from ctdr_lightning.memory.simulator.actions import Action, Actions
 from ctdr_lightning.memory.simulator.prepared import Prepared
 
 
-@POLICIES.register("sqrt", answers_always=True)
+@POLICIES.register("sqrt")
 def sqrt(step: Prepared, budget: Budget) -> Actions:
     """Keep the values at about the root of n cuts; drop the rest.
 
-    Keep about sqrt(n) cut values of the net's chain; what else autograd saved is recomputed.
+    Keep about sqrt(n) cut values of the net's chain; all other saved values are recomputed.
     """
     chain = find_chain(step.trace)
     return segment_actions(chain, balanced_cuts(chain, math.isqrt(max(len(chain.stages), 1))))
@@ -42,6 +42,6 @@ def balanced_cuts(chain: Chain, n_segments: int) -> list[int]:
 
 
 def segment_actions(chain: Chain, cuts: Sequence[int]) -> dict[int, Action]:
-    """Actions that keep the values at the cuts and drop what lies inside every segment but the last."""
+    """Actions that keep the values at the cuts and drop those inside every segment but the last."""
     last = cuts[-1] if cuts else -1
     return chain.actions(kept_stages=set(cuts), dropped_stages=set(range(last + 1)))

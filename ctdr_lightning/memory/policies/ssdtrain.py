@@ -4,8 +4,8 @@ Wu et al., "SSDTrain: An Activation Offloading Framework to SSDs for Faster Larg
 2408.10013.
 
 Reproduced: activations are offloaded in the order of the forward, weights never, and no more than the drive can write
-    while the forward runs, so that the step does not wait for writes; what the last module saves stays, as its backward
-    comes at once; small tensors stay; prefetches are asked for in the reverse order, as early as hides them.
+    while the forward runs, so that the step does not wait for writes; the saves of the last module stay, because its
+    backward comes at once; small tensors stay; prefetches are asked for in the reverse order, as early as hides them.
 Modelled: a tensor that the backward asks for while it is still being written (which the system forwards from memory)
     simply stays.
 Left out: deduplication of tensors that are saved twice, which the trace has done; GPUDirect storage.
@@ -18,11 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ctdr_lightning.memory.plans.actions import Action, Actions, Keep, Offload
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.best_candidate import choose
 from ctdr_lightning.memory.search.layered import largest_link, layer_inputs
+from ctdr_lightning.memory.simulator.actions import Action, Actions, Keep, Offload
 from ctdr_lightning.memory.simulator.away import link_to
 from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.schedule import scheduled
@@ -35,10 +35,10 @@ SHARES = (1.0, 0.75, 0.5)
 
 @POLICIES.register("ssdtrain", uses=frozenset({Keep, Offload}))
 def ssdtrain(step: Prepared, budget: Budget) -> Timeline:
-    """Offload what can be written behind the forward.
+    """Offload as much as can be written behind the forward.
 
     Raises:
-        InfeasibleBudgetError: When that does not fit.
+        InfeasibleBudgetError: If that does not fit.
     """
     return choose(step, _plans(step), budget, "ssdtrain")
 

@@ -3,12 +3,12 @@
 PPoPP 2018, arXiv 1801.04380.
 
 Reproduced: liveness (in the trace: nothing is held longer than someone needs it); outputs of layers with weights are
-    checkpoints, what the cheap layers between them make is dropped; each such segment is recomputed speed-centric
+    checkpoints, outputs of the cheap layers between them are dropped; each such segment is recomputed speed-centric
     (once, all of it kept until its backward is done) where its memory cost is within max l_i, the largest working set
     of a single layer, else memory-centric (again for each use), so that no segment sets the peak. Unified tensor pool:
     the device is a cache of the checkpoints; only where it is full the least recently used one is moved to the host.
-Modelled: l_i is what one backward op reads and writes. In a forward the least recently used checkpoint is the earliest;
-    how many must go is asked of the simulator. Without a link there is no pool.
+Modelled: l_i is the bytes that one backward op reads and writes. In a forward the least recently used checkpoint is
+    the earliest; the simulator gives the number that must go. Without a link there is no pool.
 Left out: the choice of convolution algorithms.
 Claimed: nets at least 3.2 times as deep; a ResNet of 10,000 layers on a card of 12 GB.
 
@@ -20,7 +20,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
-from ctdr_lightning.memory.plans.actions import (
+from ctdr_lightning.memory.plans.budget import Budget
+from ctdr_lightning.memory.policies.registry import POLICIES
+from ctdr_lightning.memory.search.best_candidate import choose
+from ctdr_lightning.memory.search.layered import LayerInput, largest_link, layer_inputs
+from ctdr_lightning.memory.simulator.actions import (
     KEEP,
     RECOMPUTE,
     RECOMPUTE_EACH,
@@ -30,10 +34,6 @@ from ctdr_lightning.memory.plans.actions import (
     Offload,
     Recompute,
 )
-from ctdr_lightning.memory.plans.budget import Budget
-from ctdr_lightning.memory.policies.registry import POLICIES
-from ctdr_lightning.memory.search.best_candidate import choose
-from ctdr_lightning.memory.search.layered import LayerInput, largest_link, layer_inputs
 from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.schedule import scheduled
 from ctdr_lightning.memory.simulator.simulator import Simulator
@@ -44,10 +44,10 @@ from ctdr_lightning.memory.traces.trace import Trace
 
 @POLICIES.register("superneurons", uses=frozenset({Keep, Recompute, Offload}))
 def superneurons(step: Prepared, budget: Budget) -> Timeline:
-    """Recompute what cheap layers make, each segment the fast way where that does not set the peak.
+    """Recompute outputs of cheap layers, each segment the fast way if that does not set the peak.
 
     Raises:
-        InfeasibleBudgetError: When neither plain autograd nor the cost-aware plan fits, nor the one that recomputes
+        InfeasibleBudgetError: If neither plain autograd nor the cost-aware plan fits, nor the one that recomputes
             every segment for each use.
     """
     trace, segments = step.trace, cheap_segments(step)
@@ -82,7 +82,7 @@ def _moved(step: Prepared, actions: Actions, inputs: Sequence[LayerInput], to: s
 
 
 def cheap_segments(step: Prepared) -> list[list[int]]:
-    """The values between checkpoints: what cheap ops make, connected through the ops that make them."""
+    """The values between checkpoints: outputs of cheap ops, connected through these ops."""
     trace, near = step.trace, step.index.near
     left = {v for v in trace.droppable if is_cheap(trace.ops[trace.values[v].op])}
     segments = []

@@ -1,4 +1,4 @@
-"""What is needed last is swapped out first, and swapped in as early as there is room.
+"""Tensors that are needed last are swapped out first, and swapped in as soon as there is room.
 
 Huang, Jin, Li, "SwapAdvisor: Pushing Deep Learning Beyond the GPU Memory Limit via Smart Swapping", ASPLOS 2020.
 
@@ -19,18 +19,18 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from ctdr_lightning.memory.plans.actions import Action, Actions, Keep, Offload
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.best_candidate import choose
 from ctdr_lightning.memory.search.layered import LayerInput, largest_link, layer_inputs
+from ctdr_lightning.memory.simulator.actions import Action, Actions, Keep, Offload
 from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.schedule import scheduled
 from ctdr_lightning.memory.simulator.simulator import Simulator
 from ctdr_lightning.memory.simulator.timeline import Timeline
 from ctdr_lightning.memory.traces.bells import bells_of
 
-# Where no peak is asked for, rooms of these shares of what lies above the resident bytes are planned for.
+# Without a peak in the budget, rooms of these shares of the bytes above the resident ones are planned for.
 SHARES = (0.75, 0.5, 0.25)
 
 
@@ -39,7 +39,7 @@ def swapadvisor(step: Prepared, budget: Budget) -> Timeline:
     """Swap by Belady's rule.
 
     Raises:
-        InfeasibleBudgetError: When the least that swapping reaches does not fit.
+        InfeasibleBudgetError: If the least that swapping reaches does not fit.
     """
     trace, plain = step.trace, step.plain_peak_bytes
     above = plain - trace.resident_bytes
@@ -65,7 +65,7 @@ def _swapped(step: Prepared, to: str, limit_bytes: int) -> Actions:
 
 
 def _evict(live: np.ndarray, inputs: list[LayerInput], limit_bytes: int) -> list[LayerInput]:
-    """Choose what goes, tick by tick; ``live`` loses its bytes from the tick after its last read until it is needed."""
+    """Choose the values that leave, tick by tick; ``live`` loses their bytes from their last read to their next use."""
     gone: list[LayerInput] = []
     there: list[tuple[int, int, int, LayerInput]] = []  # a heap: the farthest next use first, the largest of equals
     waiting = sorted(inputs, key=lambda e: -e.read)

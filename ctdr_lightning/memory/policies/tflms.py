@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ctdr_lightning.memory.plans.actions import Action, Actions, Keep, Offload
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.best_candidate import choose
 from ctdr_lightning.memory.search.layered import LayerInput, largest_link, layer_inputs
+from ctdr_lightning.memory.simulator.actions import Action, Actions, Keep, Offload
 from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.schedule import scheduled
 from ctdr_lightning.memory.simulator.timeline import Timeline
@@ -36,7 +36,7 @@ def tflms(step: Prepared, budget: Budget) -> Timeline:
     """Swap the largest tensors on long edges.
 
     Raises:
-        InfeasibleBudgetError: When no choice of the two numbers fits.
+        InfeasibleBudgetError: If no choice of the two numbers fits.
     """
     return choose(step, _plans(step), budget, "tflms")
 

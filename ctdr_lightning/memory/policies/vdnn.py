@@ -17,11 +17,11 @@ Complexity O(n log n).
 
 from __future__ import annotations
 
-from ctdr_lightning.memory.plans.actions import Actions, Keep, Offload
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.best_candidate import choose
 from ctdr_lightning.memory.search.layered import largest_link, layer_inputs
+from ctdr_lightning.memory.simulator.actions import Actions, Keep, Offload
 from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.timeline import Timeline
 from ctdr_lightning.memory.traces.bells import heard_before
@@ -33,7 +33,7 @@ def vdnn_all(step: Prepared, budget: Budget) -> Timeline:
     """Move the input of every layer.
 
     Raises:
-        InfeasibleBudgetError: When that does not fit.
+        InfeasibleBudgetError: If that does not fit.
     """
     return choose(step, [moved(step, convolutions_alone=False)], budget, "vdnn_all")
 
@@ -43,7 +43,7 @@ def vdnn_conv(step: Prepared, budget: Budget) -> Timeline:
     """Move the inputs of convolutions.
 
     Raises:
-        InfeasibleBudgetError: When that does not fit.
+        InfeasibleBudgetError: If that does not fit.
     """
     return choose(step, [moved(step, convolutions_alone=True)], budget, "vdnn_conv")
 
@@ -53,14 +53,14 @@ def vdnn(step: Prepared, budget: Budget) -> Timeline:
     """Move nothing, or the inputs of convolutions, or those of all layers: the fastest that fits.
 
     Raises:
-        InfeasibleBudgetError: When none fits.
+        InfeasibleBudgetError: If none fits.
     """
     plans: list[Actions] = [{}, moved(step, convolutions_alone=True), moved(step, convolutions_alone=False)]
     return choose(step, plans, budget, "vdnn")
 
 
 def moved(step: Prepared, *, convolutions_alone: bool) -> Actions:
-    """What vDNN moves, with its ticks: waited for at the layer's end, asked back one convolution ahead."""
+    """The moves of vDNN, with their ticks: waited for at the layer's end, asked back one convolution ahead."""
     to = largest_link(step.trace)
     if not to:
         return {}

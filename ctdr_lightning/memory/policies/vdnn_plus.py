@@ -5,7 +5,7 @@ Shriram et al., "Dynamic Memory Management for GPU-based Training of Deep Neural
 Reproduced: vDNN's inputs of every layer or of convolutions, without the wait at the end of a layer: a transfer goes on
     behind the layers that follow, and the memory is free when it is done; prefetches are ordered by when they are
     needed and asked for as late as hides them.
-Modelled: when a transfer is done is what the simulated link says.
+Modelled: the simulated link gives the end of each transfer.
 Left out: the allocator's heuristic against fragmentation; compression on the host's side.
 Claimed: as fast as vDNN or up to 60 % faster, with 60 % less pinned host memory.
 
@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ctdr_lightning.memory.plans.actions import Actions, Keep, Offload
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.best_candidate import choose
 from ctdr_lightning.memory.search.layered import largest_link, layer_inputs
+from ctdr_lightning.memory.simulator.actions import Actions, Keep, Offload
 from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.schedule import scheduled
 from ctdr_lightning.memory.simulator.timeline import Timeline
@@ -32,7 +32,7 @@ def vdnn_plus(step: Prepared, budget: Budget) -> Timeline:
     """Move nothing, or the inputs of convolutions, or those of all layers: the fastest that fits.
 
     Raises:
-        InfeasibleBudgetError: When none fits.
+        InfeasibleBudgetError: If none fits.
     """
     return choose(step, _plans(step), budget, "vdnn_plus")
 

@@ -1,7 +1,7 @@
 """Seconds of the calls that a fake recording sees: known from one real step, or measured once on dummy tensors.
 
 A roofline is up to a quarter wrong for a whole step, and a recording of the real step needs the step's memory. Most
-calls of a changed model are calls of the model before: they take what its recording says. Only new ones are run, each
+calls of a changed model are calls of the model before: they get the recorded times. Only new ones are run, each
 distinct one once, on tensors of the same shapes and strides. Complexity: one benchmark a distinct new call.
 """
 
@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ctdr_lightning.basics.gpu_memory import synchronize
 from ctdr_lightning.basics.thread_clock import now_s
 from ctdr_lightning.basics.torch_private import OpOverload, no_dispatch_modes, tree_flatten, tree_map_only
 from ctdr_lightning.memory.traces.trace import Trace
 from ctdr_lightning.memory.values.op_traits import traits
+from ctdr_lightning.memory.values.tensors import tensors_in
 
 # A benchmark lasts about this long: with it the steps of eleven candidates of two networks were predicted within 5 %.
 _ENOUGH_S = 0.006
@@ -37,7 +39,7 @@ class CallSeconds:
     Hand it to ``record_fake`` as its ``device``. Fake calls that :meth:`learn` has seen in a real step cost nothing.
 
     Attributes:
-        n_measured: How many distinct calls were run.
+        n_measured: Number of distinct calls that were run.
     """
 
     def __init__(self) -> None:
@@ -49,11 +51,11 @@ class CallSeconds:
 
     @property
     def n_measured(self) -> int:
-        """How many distinct calls were run."""
+        """Number of distinct calls that were run."""
         return len(self._measured)
 
     def seconds(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
-        """How long one call on fake tensors would take on real ones."""
+        """Time that one call on fake tensors would take on real ones."""
         key = _key(func, args, kwargs)
         if self._calls is not None:
             self._calls.append((key, func, args, kwargs))
@@ -75,7 +77,7 @@ class CallSeconds:
         Args:
             again: Records the same step on fake tensors with this object as its device.
             real: The real step's trace.
-            step_s: Seconds of the whole step; what its ops do not take is Python's, and is spread over them.
+            step_s: Seconds of the whole step; time outside of its ops is Python's, and is spread over them.
 
         Returns:
             Whether the fake step's ops are the real step's. Otherwise nothing is learnt, and every call is measured.
@@ -124,17 +126,14 @@ def benchmark(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _timed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], repeats: int) -> float:
-    _wait()
-    start_s = now_s()
+    found = (t.device for t in tensors_in((*args, *kwargs.values())) if t.device.type != "cpu")
+    device = next(found, torch.device("cpu"))
+    synchronize(device)
+    start_s = now_s(device.type)
     for _ in range(repeats):
         func(*args, **kwargs)
-    _wait()
-    return (now_s() - start_s) / repeats
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    synchronize(device)
+    return (now_s(device.type) - start_s) / repeats
 
 
 def _like(tensor: Tensor, generator: torch.Generator) -> Tensor:

@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ctdr_lightning.basics.devices import DeviceModel
+from ctdr_lightning.basics.devices import DeviceModel, device_model
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.torch_private import NEEDS_VALUES, FakeCopyMode, FakeTensorMode, tree_map_only
 from ctdr_lightning.memory.recorder.call_seconds import CallSeconds
+from ctdr_lightning.memory.recorder.on_gpu import GPU, GpuFakes
+from ctdr_lightning.memory.recorder.precision import Precision
 from ctdr_lightning.memory.recorder.recorder import record
 from ctdr_lightning.memory.traces.trace import Trace
+from ctdr_lightning.memory.values.op_seconds import behind_host
 
 M = TypeVar("M", bound=nn.Module)
 
 
 def record_fake(
-    module: M, inputs: Any, step: Callable[[M, Any], Tensor], *, device: DeviceModel | CallSeconds | str | None = None
+    module: M,
+    inputs: Any,
+    step: Callable[[M, Any], Tensor],
+    *,
+    device: DeviceModel | CallSeconds | str | None = None,
+    precision: str | None = None,
 ) -> Trace:
     """Record a step of a module without computing it and without its memory.
 
@@ -29,43 +39,62 @@ def record_fake(
         inputs: Any nest of tensors that ``step`` needs; only shapes and dtypes matter, so that tensors on the meta
             device will do.
         step: From the module's copy and the fake inputs to a scalar loss.
-        device: Device whose speed the ops are given: a model, measured calls, or a name from the table (``"h100"``);
-            None is this processor.
+        device: Device that the step is for: a model, measured calls, or a name from the table (``"h100"``); None is
+            this processor. For a GPU module and inputs are on ``"cuda"``, and the step runs that GPU's kernels.
+        precision: As Lightning names it: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, or
+            ``"tf32"`` for 32-bit matrix products by tensor cores. None leaves precision to the step.
 
     Returns:
         The trace that a real step of these shapes would give, with modelled seconds. Workspaces are this processor's;
-        those of another device are not known and counted as 0, and ``meta["workspaces"]`` says so.
+        a GPU's are modelled, and ``meta["workspaces"]`` says so.
 
     Raises:
-        ConfigError: When the step reads values of tensors, or returns no scalar tensor that requires grad.
+        ConfigError: If the step reads values of tensors, or returns no scalar tensor that requires grad; when the
+            precision is not known or the GPU does not compute in it.
 
     Example:
         >>> trace = record_fake(nn.Linear(8, 4), torch.empty(2, 8, device="meta"), lambda net, x: net(x).sum())
         >>> trace.value_bytes(trace.ops[-1].outputs[0]) > 0
         True
     """
-    mode = FakeTensorMode()
-
-    def fake(tensor: Tensor) -> Tensor:
-        if not tensor.is_meta:
-            return mode.from_tensor(tensor)
-        with mode:
-            found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        return found.requires_grad_(tensor.requires_grad)
-
-    # A module that was built on the meta device: its tensors are given to the copy as if they had been copied already.
-    copied = {id(t): fake(t) for t in (*module.parameters(), *module.buffers()) if t.is_meta}
-    copied |= {id(p): nn.Parameter(copied[id(p)], p.requires_grad) for p in module.parameters() if p.is_meta}
-    with FakeCopyMode(mode):
-        twin = copy.deepcopy(module, copied)
-    fakes = tree_map_only(Tensor, fake, inputs)
+    model = device_model(device) if isinstance(device, str) else device
+    gpu = model if isinstance(model, DeviceModel) and model.is_gpu else None
+    asked = Precision.read(precision, gpu)
+    mode = FakeTensorMode() if gpu is None else GpuFakes(gpu)
+    twin, fakes = _faked(module, inputs, mode, gpu is not None, asked)
     try:
-        with mode, torch.enable_grad():
+        kernels = mode.kernels() if isinstance(mode, GpuFakes) else nullcontext()
+        with mode, kernels, asked.settings(), torch.enable_grad():
             standing = (*twin.parameters(), *twin.buffers())
-            return record(lambda: step(twin, fakes), device=device, standing=standing)
+            found = record(lambda: asked.run(step, twin, fakes), device=model, standing=standing)
     except NEEDS_VALUES as error:
         raise ConfigError(
             f"The step of {type(module).__name__} needs the values of tensors ({error.func}), which fake tensors do "
             "not have.",
             "Record a real step, record(lambda: ...), or leave that part out of the step.",
         ) from error
+    if gpu is None:
+        return found
+    fed = found.with_costs(behind_host(gpu, (op.seconds for op in found.ops)), {})
+    return replace(fed, device=GPU.type)  # the first tensor may have been a constant
+
+
+def _faked(module: M, inputs: Any, mode: FakeTensorMode, on_card: bool, precision: Precision) -> tuple[M, Any]:
+    """The module's copy and its inputs on fake tensors, on the GPU where they are for one."""
+
+    def fake(tensor: Tensor) -> Tensor:
+        dtype = precision.dtype_of(tensor)
+        if not (tensor.is_meta or on_card or dtype is not tensor.dtype):
+            return mode.from_tensor(tensor)
+        with mode:
+            device = GPU if on_card else None
+            found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
+        return found.requires_grad_(tensor.requires_grad)
+
+    # A tensor that is not merely copied is given to the copy as if it had been copied already.
+    own = [t for t in (*module.parameters(), *module.buffers()) if t.layout is torch.strided]
+    made_anew = [t for t in own if t.is_meta or on_card or precision.dtype_of(t) is not t.dtype]
+    copied = {id(t): fake(t) for t in made_anew}
+    copied |= {id(p): nn.Parameter(copied[id(p)], p.requires_grad) for p in module.parameters() if id(p) in copied}
+    with FakeCopyMode(mode):
+        return copy.deepcopy(module, copied), tree_map_only(Tensor, fake, inputs)

@@ -1,4 +1,4 @@
-"""Run one step and write down what it did: ``record(step) -> Trace``.
+"""Run one step and record it: ``record(step) -> Trace``.
 
 Measured execution: the step runs as always while every op, storage, save and release is logged. With a budget an online
 policy evicts at the same time, so that even the first step cannot run out of memory.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from time import perf_counter
 from types import TracebackType
 from typing import Any
@@ -18,26 +18,31 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ctdr_lightning.basics.devices import DeviceModel, device_model
-from ctdr_lightning.basics.errors import ConfigError
-from ctdr_lightning.basics.torch_private import FakeTensor, OpMode, OpOverload, graph_task_id
+from ctdr_lightning.basics.errors import ConfigError, ReplayError
+from ctdr_lightning.basics.torch_private import FakeTensor, OpMode, OpOverload, graph_task_id, top_saved_tensors_hooks
 from ctdr_lightning.memory.recorder.call_seconds import CallSeconds
-from ctdr_lightning.memory.recorder.op_seconds import op_seconds
+from ctdr_lightning.memory.recorder.cuda_clock import CudaClock
 from ctdr_lightning.memory.recorder.step_log import LoggedHandle, StepLog
-from ctdr_lightning.memory.recorder.workspace import WorkspaceProbe
-from ctdr_lightning.memory.tape.clock import Clock, CpuClock, CudaClock, ModelClock, Timed
+from ctdr_lightning.memory.recorder.workspace import WatchingClock, WorkspaceProbe
+from ctdr_lightning.memory.tape.clock import Clock, CpuClock, ModelClock, Timed
+from ctdr_lightning.memory.tape.hookless_regions import HooklessRegions
 from ctdr_lightning.memory.tape.module_paths import ModulePaths
 from ctdr_lightning.memory.tape.online import Evictor, Online
-from ctdr_lightning.memory.traces.trace import Trace
+from ctdr_lightning.memory.tape.verifier import NOT_REPEATABLE, Verifier, check_verify
+from ctdr_lightning.memory.traces.trace import CAME_BACK_OTHERWISE, Trace
 from ctdr_lightning.memory.values.batchnorm_again import ShortcutTimes
 from ctdr_lightning.memory.values.higher_order import HigherOrderUnseen
+from ctdr_lightning.memory.values.op_seconds import op_seconds
 from ctdr_lightning.memory.values.op_traits import COLLECTIVE, pin_reason_of_types, traits
+from ctdr_lightning.memory.values.op_trial import OpTrial
+from ctdr_lightning.memory.values.readers import reader
 from ctdr_lightning.memory.values.replay import materialize
 from ctdr_lightning.memory.values.tensors import tensors_in
 from ctdr_lightning.memory.values.value import Value
 from ctdr_lightning.memory.values.value_table import ValueTable
 
 # Replaying one op costs about 8 times as much as logging it: dispatch, capture, pack, unpack, call. Measured on nets
-# whose kernels take next to nothing; see docs/engine.md, "What it costs".
+# whose kernels take next to nothing; see docs/evaluation.md, "The engine".
 REPLAY_COST_IN_LOGGED_OPS = 8
 
 
@@ -48,7 +53,9 @@ class Recorder(OpMode):
         model: Device whose speed fake tensors are given; None means this machine's processor.
         root: The module that the trace's module paths start from; None lets each step find its own.
         evictor: Keeps the step under a budget meanwhile; None holds everything, as autograd does.
-        standing: What is in memory all along and counts, whether the step reads it or not: weights, buffers.
+        standing: Tensors that are resident throughout and count, whether the step reads them or not: weights, buffers.
+        held: Ticks of the ops whose replay gave other contents in an earlier attempt of the step.
+        verify: As for a `Tape`: every evicted value is verified, unless it is ``"never"``.
 
     Attributes:
         exchanged: Whether an op has exchanged data with other processes.
@@ -64,17 +71,25 @@ class Recorder(OpMode):
         evictor: Evictor | None = None,
         root: nn.Module | None = None,
         standing: Iterable[Tensor] = (),
+        held: Iterable[int] = (),
+        verify: str = "first",
     ) -> None:
         super().__init__()
         self._standing = tuple(standing)
+        self._held = frozenset(held)
+        self._on_fakes = any(isinstance(tensor, FakeTensor) for tensor in self._standing)
         self.log = StepLog()
         self.exchanged = self.resting = False
         self._model = model
         self.evictor = evictor
         self._table = ValueTable()
         self._online = Online(evictor, self._table) if evictor is not None else None
+        if evictor is not None:
+            evictor.verifier = Verifier(self._blame) if check_verify(verify) != "never" else None
+            evictor.unrepeatable = self.log.unrepeatable
         self._paths = ModulePaths(root)
         self._unseen = HigherOrderUnseen()
+        self._hookless = HooklessRegions(self._leave_hooks)
         self._clock: Clock | None = None
         self._probe: WorkspaceProbe | None = None
         self._shortcuts = ShortcutTimes()
@@ -88,6 +103,7 @@ class Recorder(OpMode):
         self._unseen.__enter__()
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
         self._hooks.__enter__()
+        self._hookless.__enter__()
         if self.evictor is not None:
             self.evictor.__enter__()
         super().__enter__()
@@ -95,8 +111,11 @@ class Recorder(OpMode):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         super().__exit__(kind, error, tb)
+        if kind is None:  # a step that ran out of memory has none to look with
+            self.log.last_look()
         if self.evictor is not None:
             self.evictor.__exit__(kind, error, tb)
+        self._hookless.__exit__(kind, error, tb)
         self._hooks.__exit__(kind, error, tb)
         self._unseen.__exit__(kind, error, tb)
         self._paths.__exit__(kind, error, tb)
@@ -109,11 +128,13 @@ class Recorder(OpMode):
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # "prim" are questions such as a fake tensor's device: no op of the step
-        if self.resting or func.namespace == "prim":
+        if self.resting:
+            self.log.wrote_beside(func, args, kwargs)
+            return func(*args, **kwargs)
+        if func.namespace == "prim":  # questions such as a fake tensor's device: no op of the step
             return func(*args, **kwargs)
         backward = graph_task_id() != -1
-        pin = pin_reason_of_types(tuple(types)) if types else ""
+        pin = self._hookless.pin or (pin_reason_of_types(tuple(types)) if types else "")
         if traits(func).pin == COLLECTIVE:
             self.exchanged = True
         log, paths = self.log, self._paths
@@ -121,16 +142,22 @@ class Recorder(OpMode):
         log.module, log.region, log.backward = paths.path, paths.entered, backward
         clock = self._clock or self._choose_clock((*args, *kwargs.values()))
         log.tick += 1
+        pin = pin or (CAME_BACK_OTHERWISE if log.tick in self._held else "")
         inputs = log.reads(func, args, kwargs)
+        if self.evictor is not None:
+            self.evictor.live.ignore(tensors_in((*args, *kwargs.values())))
         if self._probe is not None:
-            self._probe.note(log.n_ops, func, args)
+            self._probe.note(log.n_ops, func, args, kwargs)
         run = clock.run if self._online is None else self._run_pinned if backward or pin else self._run_captured
+        trial = OpTrial(func, args, kwargs) if traits(func).foreign and not (backward or traits(func).pin) else None
         try:
             out, seconds, temp_bytes = run(func, args, kwargs)
         except Exception:
             # The program may catch it and go on: a guided step will then see the op as well, and it raises again.
             log.ran(func, args, kwargs, inputs, (), 0.0, 0, "raised an error")
             raise
+        if trial is not None:
+            trial.judge(out)
         start = perf_counter()
         rest_pin = "" if backward else self._shortcuts.note(log.n_ops, func, args, out)
         log.ran(func, args, kwargs, inputs, out, seconds, temp_bytes, pin, rest_pin)
@@ -138,30 +165,56 @@ class Recorder(OpMode):
             log.n_training = paths.training
             self._logging_s[log.n_ops - 1] = perf_counter() - start
         elif self.evictor is not None:
-            self.evictor.ran(None, [], out, seconds)
+            self.evictor.ran(None, [], out, seconds, temp_bytes)
         return out
+
+    def _blame(self, wrong: set[int], right: set[int]) -> ReplayError:
+        name, module = self.log.op_at(min(wrong))
+        return ReplayError(
+            f"{name} of {module or 'the step'} was evicted while the step was recorded, and came back with other "
+            f"contents: {NOT_REPEATABLE}.",
+            "record without a budget; a Session and a Trainer run the step again by themselves.",
+            ticks=wrong | self.log.unrepeatable(),
+        )
 
     def _run_captured(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Timed:
         assert self._online is not None
         return self._online.call(func, self.log.tick, args, kwargs, self._clock or CpuClock())
 
     def _run_pinned(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Timed:
-        self._table.overwrites(func, args, kwargs)  # a hook may write in the backward what a later replay reads
+        self._table.overwrites(func, args, kwargs)  # a hook may overwrite a later replay's input in the backward
         return (self._clock or CpuClock()).run(func, args, kwargs)
 
     def _choose_clock(self, args: tuple[Any, ...]) -> Clock:
-        tensor = next(tensors_in(args), None)
+        # Among fake tensors a real one is a constant that is about to become fake: its device says nothing.
+        found = (t for t in tensors_in(args) if isinstance(t, FakeTensor) or not self._on_fakes)
+        # A step on a GPU may begin with tensors of the processor: a mask of lengths, the time steps of a diffusion.
+        resident = (t for t in self._standing if not self._on_fakes and t.device.type not in ("cpu", "meta"))
+        tensor = next(chain(resident, found), None)
         if isinstance(tensor, FakeTensor):
             self._device = tensor.fake_device.type
             model = self._model or device_model()
             other = "" if isinstance(model, CallSeconds) or model.name == "cpu" else model.name
-            self._probe = WorkspaceProbe(fake=True, other=other) if self._device == "cpu" else None
-            self._clock = ModelClock(model.seconds if isinstance(model, CallSeconds) else partial(op_seconds, model))
+            gpu = model if isinstance(model, DeviceModel) and model.is_gpu else None
+            known = self._device == "cpu" or gpu is not None
+            self._probe = WorkspaceProbe(fake=True, other=other, gpu=gpu) if known else None
+            self._clock = _model_clock(model)
         elif tensor is not None:
             self._device = tensor.device.type
-            self._clock = CudaClock() if tensor.is_cuda else CpuClock()
-            self._probe = WorkspaceProbe() if self._device == "cpu" else None
+            self._clock = CudaClock(tensor.device) if tensor.is_cuda else WatchingClock()
+            if self.evictor is not None:
+                self.evictor.on(tensor.device)
+            watched = not isinstance(self._clock, WatchingClock) or self._clock.watches
+            self._probe = None if watched or self._device != "cpu" else WorkspaceProbe()
+        elif self._on_fakes:  # no tensor has told the device yet
+            return _model_clock(self._model or device_model())
         return self._clock or CpuClock()
+
+    def _leave_hooks(self) -> Callable[[], None] | None:
+        if top_saved_tensors_hooks(True) != (self._hooks.pack_hook, self._hooks.unpack_hook):
+            return None
+        self._hooks.__exit__(None, None, None)
+        return self._hooks.__enter__
 
     def _pack(self, tensor: Tensor) -> LoggedHandle:
         value = self._online.pack(tensor) if self._online is not None else Value.holding(tensor)
@@ -169,16 +222,14 @@ class Recorder(OpMode):
 
     def _unpack(self, handle: LoggedHandle) -> Tensor:
         if self._active:
-            self.log.unpacks(handle)
-        if self.evictor is None:
-            return materialize(handle.value)
-        tensor = self.evictor.fetch(handle.value)
+            self.log.unpacks(handle, reader())
+        tensor = materialize(handle.value) if self.evictor is None else self.evictor.fetch(handle.value)
         if self._active:
             self.log.returned(handle, tensor)
         return tensor
 
     def trace(self) -> Trace:
-        """The trace of what ran inside the block, once it is left."""
+        """The trace of the block, once it is left."""
         clock = self._clock or CpuClock()
         temps = self._probe.measure() if self._probe is not None else {}
         meta = {"torch": str(torch.__version__)}
@@ -194,8 +245,12 @@ class Recorder(OpMode):
         return found.with_costs([clock.seconds(op.seconds) for op in found.ops], temps, python_s, shares)
 
 
+def _model_clock(model: DeviceModel | CallSeconds) -> ModelClock:
+    return ModelClock(model.seconds if isinstance(model, CallSeconds) else partial(op_seconds, model))
+
+
 def _typical_logging_s(trace: Trace, logging_s: Mapping[int, float]) -> float:
-    """What it takes to log an op that a plan may run again: the median over the bytes that such ops make.
+    """Typical time to log an op that a plan may replay: the median over the bytes that such ops make.
 
     Between kernels that fill the caches Python takes five times as long as between views, which no plan drops for
     their bytes: in a transformer every second op is one.
@@ -224,14 +279,14 @@ def record(
     device: DeviceModel | CallSeconds | str | None = None,
     standing: Iterable[Tensor] = (),
 ) -> Trace:
-    """Run a step once, forward and backward, and write down what it did.
+    """Run a step once, forward and backward, and record it.
 
     Works on real tensors and under ``FakeTensorMode``; there seconds come from a roofline model of ``device``, so that
     a plan needs neither a GPU nor memory. Gradients accumulate and buffers update as in any step.
 
     Args:
         step: Runs the forward and returns a scalar loss.
-        budget_bytes: Evict online so that what the step allocates stays under this many bytes.
+        budget_bytes: Evict online so that the step's allocations stay under this many bytes.
         device: Device whose speed fake tensors are given: a model, or a name from the table (``"h100"``).
         standing: Weights and buffers that count in the peak even where the step does not read them.
 
@@ -239,7 +294,8 @@ def record(
         The trace.
 
     Raises:
-        ConfigError: When ``step`` returns no scalar tensor that requires grad.
+        ConfigError: If ``step`` returns no scalar tensor that requires grad.
+        ReplayError: If something that was evicted to stay under the budget came back with other contents.
     """
     model = device_model(device) if isinstance(device, str) else device
     recorder = Recorder(model, Evictor(budget_bytes) if budget_bytes is not None else None, standing=standing)

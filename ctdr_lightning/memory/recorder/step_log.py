@@ -10,13 +10,20 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
+from torch import OutOfMemoryError, Tensor
 from torch.nn import Parameter
 
 from ctdr_lightning.basics.torch_private import FakeTensor, OpOverload
+from ctdr_lightning.memory.recorder.contents import ContentsWatch
 from ctdr_lightning.memory.traces.overwrites import pin_what_cannot_wait
 from ctdr_lightning.memory.traces.trace import WEIGHT, OpRecord, Save, StorageRecord, Trace, ValueRecord
-from ctdr_lightning.memory.values.op_traits import overwritten, pin_reason_of_call, traits, without_running_stats
+from ctdr_lightning.memory.values.op_traits import (
+    overwritten,
+    pin_reason_of_call,
+    pin_reason_on_gpu,
+    traits,
+    without_running_stats,
+)
 from ctdr_lightning.memory.values.tensors import has_storage, storage_of, tensors_in
 from ctdr_lightning.memory.values.value import Handle, Value
 
@@ -37,16 +44,17 @@ class _Storage:
 
 
 class _Saved:
-    __slots__ = ("packed", "released", "unpacked", "value")
+    __slots__ = ("packed", "readers", "released", "unpacked", "value")
 
     def __init__(self, value: int, packed: int) -> None:
         self.value, self.packed = value, packed
         self.unpacked: list[int] = []
+        self.readers: list[str] = []
         self.released: int | None = None
 
 
 class _Watch(weakref.ref):
-    """A weak reference to a tensor or a storage that knows what dies with it."""
+    """A weak reference to a tensor or a storage, with the entry that dies with it."""
 
     __slots__ = ("key", "storage")
     key: int
@@ -68,11 +76,11 @@ class LoggedHandle(Handle):
 
 
 class StepLog:
-    """Collects what a step does.
+    """Collects the ops, saves and releases of a step.
 
     Attributes:
         tick: The present time.
-        live_bytes: What the step has allocated and not freed.
+        live_bytes: Bytes that the step has allocated and not freed.
         unit: The FSDP unit whose forward runs; 0 outside of one.
         module: Path of the module whose forward runs.
         region: How many forwards of modules have begun; -1 where that is not known.
@@ -97,6 +105,7 @@ class StepLog:
         self._saves: list[_Saved] = []
         self._strided = True
         self._sharded = False
+        self._contents = ContentsWatch()
 
     def reads(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
         """Ids of the values that a call is about to read."""
@@ -107,7 +116,11 @@ class StepLog:
         tensors = list(tensors_in(args))
         strided = [t for t in tensors if has_storage(t)]
         self._strided = len(strided) == len(tensors)
-        return tuple(dict.fromkeys(map(self.value_of, strided)))
+        values = [self.value_of(tensor) for tensor in strided]
+        if not (self.backward or traits(func).view):
+            for value, tensor in zip(values, strided, strict=True):
+                self._contents.look(value, tensor, self.tick)
+        return tuple(dict.fromkeys(values))
 
     def ran(
         self,
@@ -135,10 +148,28 @@ class StepLog:
         for tensor in overwritten(func, args, kwargs) if op.writes else ():
             if has_storage(tensor):
                 self._overwrite(tensor, pin or ("" if tensor is outs[0] else "written as a side effect"))
-        rest = pin or rest_pin
-        outputs = tuple([self._made(o, rest if i else pin, backward) for i, o in enumerate(outs)])
+        pins = [pin, *[pin or rest_pin] * len(outs)]
+        if not backward and any(o is not None and o.device.type == "cuda" for o in outs):
+            on_gpu = [pin_reason_on_gpu(func, args, o) if o is not None else "" for o in outs]
+            pins = [p or reason for p, reason in zip(pins, on_gpu, strict=False)]
+        outputs = tuple([self._made(o, p, backward) for o, p in zip(outs, pins, strict=False)])
+        if not backward:
+            for made, value in zip(outs, outputs, strict=True):
+                self._look_at_result(made, value)
         place = (self.module, backward, pin, self.region)
         self._ops.append((op.name, self.tick, inputs, outputs, seconds, temp_bytes, *place))
+
+    def _look_at_result(self, tensor: Tensor | None, value: int) -> None:
+        if tensor is not None and self._values[value][1] == len(self._ops) and not self._values[value][4]:
+            self._contents.look(value, tensor, self.tick)
+
+    def wrote_beside(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A call outside of the step, such as an optimizer's update, has written to its arguments."""
+        for tensor in overwritten(func, args, kwargs):
+            storage = storage_of(tensor)
+            known = self._by_data.get(storage._cdata) if storage is not None else None
+            if known is not None:  # tensors that the step has not touched are not its own
+                self._contents.forget(known.value)
 
     def saved(self, value: Value, tensor: Tensor) -> LoggedHandle:
         """Autograd saves a tensor: the handle to give it."""
@@ -146,16 +177,27 @@ class StepLog:
         if record.value >= 0:
             self._pin_foreign((record.value,))
             self._saves.append(record)
+            self._contents.look(record.value, tensor, self.tick)
         return LoggedHandle(value, record, self)
 
-    def unpacks(self, handle: LoggedHandle) -> None:
-        """Autograd asks for a saved value: a tick of its own."""
+    def unpacks(self, handle: LoggedHandle, reader: str) -> None:
+        """Autograd asks for a saved value: a tick of its own.
+
+        Args:
+            handle: The handle that autograd holds.
+            reader: Torch's own autograd node that asks; empty if anybody else asks.
+        """
         self.tick += 1
         handle.saved.unpacked.append(self.tick)
+        handle.saved.readers.append(reader)
 
     def returned(self, handle: LoggedHandle, tensor: Tensor) -> None:
         """A saved value came back, perhaps in another storage than it left in: its readers read the same value."""
         data = storage_of(tensor)
+        if data is not None and data._cdata not in self._replayed:
+            known = self._by_data.get(data._cdata)
+            if known is not None and known.value == handle.saved.value:
+                self._contents.look(known.value, tensor, self.tick)
         if data is not None and data._cdata not in self._by_data:
             original = self._storages[self._values[handle.saved.value][0]]
             self._by_data[data._cdata] = original
@@ -168,7 +210,7 @@ class StepLog:
 
     @property
     def n_ops(self) -> int:
-        """How many ops were entered so far."""
+        """Number of ops so far."""
         return len(self._ops)
 
     def value_of(self, tensor: Tensor) -> int:
@@ -188,7 +230,7 @@ class StepLog:
         return storage.value
 
     def _pin_foreign(self, values: Iterable[int]) -> None:
-        """A unit's weights are gone outside of its own forward and backward, so what leaves or enters it must stay."""
+        """A unit's weights are gone outside of its own forward and backward, so values crossing its border stay."""
         for value in values:
             if self._units.get(value, self.unit) != self.unit:
                 storage, op, shape, dtype, pin = self._values[value]
@@ -252,11 +294,18 @@ class StepLog:
         if self._tensors.get(ref.key) is ref:
             del self._tensors[ref.key]
 
+    def last_look(self) -> None:
+        """The step is over: look once more at the tensors still in memory."""
+        for storage in set(self._by_data.values()):
+            data = storage.ref() if storage.ref is not None else None
+            if data is not None and self._contents.knows(storage.value):
+                self._contents.look_at_storage(storage.value, data, self.tick)
+
     def unread_bytes(self, standing: Iterable[Tensor]) -> int:
         """Bytes of tensors from before the step that it has not touched: they are in memory all the same.
 
         Args:
-            standing: What there is; of subclasses (shards, quantized weights) nothing is known.
+            standing: The tensors; of subclasses (shards, quantized weights) nothing is known.
         """
         plain = (t.untyped_storage() for t in standing if type(t) in _PLAIN and has_storage(t))
         return sum({s._cdata: s.nbytes() for s in plain if s._cdata not in self._by_data}.values())
@@ -284,10 +333,11 @@ class StepLog:
             evicting: Whether an online policy ran: its captured calls hold tensors too, which no step does.
         """
         n_ticks = self.tick + 1
+        self._pin_written_unseen()
         saves: dict[int, list[Save]] = {}
         for s in self._saves:
             released = n_ticks - 1 if s.released is None else s.released
-            saves.setdefault(s.value, []).append(Save(s.packed, tuple(s.unpacked), released))
+            saves.setdefault(s.value, []).append(Save(s.packed, tuple(s.unpacked), released, tuple(s.readers)))
         held: dict[int, int] = {}
         for identity, entries in saves.items():
             storage = self._values[identity][0]
@@ -305,6 +355,28 @@ class StepLog:
         ops = tuple(OpRecord(*op) for op in self._ops)
         trace = Trace(ops, values, storages, n_ticks, device, resident, meta, self.n_training)
         return pin_what_cannot_wait(trace)
+
+    def unrepeatable(self) -> frozenset[int]:
+        """Ticks of the ops that may not run again, because of writes by unseen kernels so far."""
+        makers = [self._values[v][1] for v in self._contents.unseen((op[1], op[2], op[3]) for op in self._ops)]
+        return frozenset(self._ops[op][1] for op in makers if op >= 0)
+
+    def op_at(self, tick: int) -> tuple[str, str]:
+        """Name and module of the op that ran at a tick."""
+        return next(((op[0], op[6]) for op in self._ops if op[1] == tick), ("an operation", ""))
+
+    def writes_unseen(self) -> bool:
+        """Whether a kernel that torch does not see has written to a tensor from before the step, or may have."""
+        try:
+            self.last_look()  # writes to tensors without a later reader show here alone
+        except OutOfMemoryError:
+            return True
+        return any(self._values[v][1] < 0 for v in self._contents.changed())
+
+    def _pin_written_unseen(self) -> None:
+        for value, reason in self._contents.unseen((op[1], op[2], op[3]) for op in self._ops).items():
+            storage, op, shape, dtype, pin = self._values[value]
+            self._values[value] = (storage, op, shape, dtype, pin or reason)
 
 
 def _stored(out: Any) -> tuple[list[Tensor | None], bool]:

@@ -1,53 +1,131 @@
-"""What ops allocate and free again on a CPU, where no allocator counter tells.
+"""Memory that ops allocate and free again on a CPU, where no allocator counts.
 
-oneDNN's convolutions reorder their operands into blocked layouts, and the matrix products copy operands that BLAS
-cannot read. A GPU's allocator is asked at every op (see ``clock``); here each distinct call of such an op is run once
-more on dummy tensors, in a thread of its own whose allocations are written down exactly, beside any profiler of the
-user's. Fake tensors' calls are run at two small batches and extrapolated, as workspaces are affine in the batch.
+oneDNN's kernels reorder their operands into blocked layouts, matrix products copy operands that BLAS cannot read,
+reductions and casts have buffers of their own. A GPU's allocator is asked at every op (see ``clock``); here the
+allocations of the thread that runs a call are written down exactly, unless the call is proven to need no workspace.
+
+Where that cannot be (fake tensors compute nothing, and a profiler of the user's watches the thread already) each
+distinct call is run once more on dummy tensors, in a thread of its own. Fake tensors' calls are run at two small
+batches and extrapolated, as workspaces are affine in the batch.
 
 A step that is planned for a named GPU on fake tensors runs no kernel. cuBLAS, like BLAS, needs operands with a unit
-stride, so its copies are counted as here. cuDNN chooses among algorithms whose workspaces differ by orders of
-magnitude, by heuristics that are not published: these workspaces are counted as 0, and the trace says so.
+stride, so its copies are counted as here. cuDNN's workspaces are modelled (`gpu_workspace`), and the trace says so; for
+any other device they are counted as 0.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ctdr_lightning.basics.torch_private import OpOverload, allocations_of
-from ctdr_lightning.memory.values.op_traits import traits
-from ctdr_lightning.memory.values.tensors import tensors_in
+from ctdr_lightning.basics.devices import DeviceModel
+from ctdr_lightning.basics.torch_private import (
+    OpOverload,
+    start_watching,
+    stop_watching,
+    tree_flatten,
+    tree_map_only,
+)
+from ctdr_lightning.memory.recorder.gpu_workspace import MODELLED, convolution_workspace_bytes
+from ctdr_lightning.memory.tape.clock import CpuClock, Timed
+from ctdr_lightning.memory.values.op_traits import COLLECTIVE, traits
+from ctdr_lightning.memory.values.tensors import has_storage, tensors_in
 
-_PRODUCTS = {"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"}
-_PROBED = {  # from op to the positions of its batched arguments
+# Of the pointwise ops in torch's own database of ops, run on its samples under 2.13, these alone have buffers where all
+# tensors are of one of the dtypes below; of other dtypes a cast of an operand is a buffer.
+_POINTWISE_WITH_BUFFERS = {
+    "aten.gelu_backward.default",
+    "aten.ldexp.Tensor",
+    "aten.mvlgamma.default",
+    "aten.native_dropout_backward.default",
+}
+_UNCAST = {torch.float32, torch.float64}
+_BATCHED = {  # from op to the positions of its batched arguments; of other ops those as long as the first are batched
     "aten.convolution.default": (0,),
     "aten.convolution_backward.default": (0, 1),
     "aten.native_batch_norm_backward.default": (0, 1),
     "aten.native_layer_norm.default": (0,),
     "aten.native_layer_norm_backward.default": (0, 1, 3, 4),
-    "aten._safe_softmax.default": (0,),
-    "aten._scaled_dot_product_flash_attention_for_cpu.default": (0, 1, 2),
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": (0, 1, 2, 3, 4, 5),
 }
+_PRODUCTS = {"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"}
+_INDICES = {torch.int64, torch.int32, torch.bool}
 _AFFORDABLE_BYTES = 32 * 2**20
-# A prime: no kernel asks for so many bytes by itself.
-_MARK_BYTES = 104_729
+_Call = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
+
+
+def needs_no_workspace(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call is proven to allocate nothing but its outputs on a processor.
+
+    So are views, and pointwise ops whose tensors are of one dtype that no kernel casts.
+    """
+    if traits(func).view:
+        return True
+    if not is_plain_pointwise(func):
+        return False
+    dtypes = {tensor.dtype for tensor in tensors_in((*args, *kwargs.values()) if kwargs else args)}
+    return len(dtypes) == 1 and dtypes <= _UNCAST
+
+
+@cache
+def is_plain_pointwise(func: OpOverload) -> bool:
+    """Whether each element of the result is made of one element of each operand, in a single kernel."""
+    known = isinstance(func, OpOverload) and torch.Tag.pointwise in func.tags
+    return known and str(func) not in _POINTWISE_WITH_BUFFERS
+
+
+class WatchingClock(CpuClock):
+    """Times each call, and records the memory that it allocates and frees again.
+
+    Attributes:
+        watches: Whether it can record: no profiler of the user's watches this thread.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        try:
+            start_watching()
+            stop_watching()
+        except RuntimeError:
+            self.watches = False
+        else:
+            self.watches = True
+
+    def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Timed:
+        """Run a call, time it, and tell its workspace."""
+        if not self.watches or needs_no_workspace(func, args, kwargs):
+            return super().run(func, args, kwargs)
+        try:
+            start_watching()
+        except RuntimeError:  # a profiler of the user's began within the step, or watches the thread of its backward
+            return super().run(func, args, kwargs)
+        sizes: list[int] = []
+        try:
+            out, seconds, _ = super().run(func, args, kwargs)
+        finally:
+            sizes = stop_watching()
+        return out, seconds, _peak_above_end(sizes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Dummy:
-    """What a tensor argument looks like."""
+    """Shape, strides and dtype of a tensor argument."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Dummy:
+        """The looks of a tensor, which may be fake."""
+        return cls(tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride())), tensor.dtype)
 
     def at_batch(self, batch: int) -> _Dummy:
         """The same with another first dimension."""
@@ -58,113 +136,148 @@ class _Dummy:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def make(self) -> Tensor:
-        """A real tensor like it."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype).fill_(1)
+        """A real tensor like it: ones, or zeros where it may be an index."""
+        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+        return made.fill_(1 if _is_float(self.dtype) else 0)
 
 
 @dataclass
 class WorkspaceProbe:
-    """Collects the calls of a step whose workspace is not known, and measures each distinct one once.
+    """Collects the calls of a step whose workspace could not be watched, and measures each distinct one once.
 
     Attributes:
         fake: Whether the step ran on fake tensors, so that full-size calls are to be avoided.
         other: Name of the other device that the step is planned for; empty where it is this processor.
-        unknown: What is not known and why, or the empty string.
+        gpu: That device where it is a GPU of the table.
+        unknown: The missing measurements and the reason, or the empty string.
     """
 
     fake: bool = False
     other: str = ""
+    gpu: DeviceModel | None = None
     unknown: str = ""
     _known: dict[int, int] = field(default_factory=dict)
     _wanted: dict[int, Hashable] = field(default_factory=dict)
-    _calls: dict[Hashable, tuple[OpOverload, tuple[Any, ...]]] = field(default_factory=dict)
+    _calls: dict[Hashable, _Call] = field(default_factory=dict)
+    _unmeasured: dict[str, None] = field(default_factory=dict)
 
-    def note(self, index: int, func: OpOverload, args: tuple[Any, ...]) -> None:
+    def note(self, index: int, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         """Remember the call behind op ``index`` of the trace."""
+        kwargs = kwargs or {}
         name = traits(func).name
-        if name in _PRODUCTS:
-            copied = sum(
-                t.nbytes
-                for t in tensors_in(args)
-                if t.layout is torch.strided and t.dim() > 1 and 1 not in t.stride()[-2:]
-            )
+        tensors = list(tensors_in((*args, *kwargs.values())))
+        if name in _PRODUCTS and (self.other or {t.dtype for t in tensors} <= _UNCAST):
+            copied = sum(t.nbytes for t in tensors if has_storage(t) and t.dim() > 1 and 1 not in t.stride()[-2:])
             if copied:
                 self._known[index] = copied
-        elif name in _PROBED and not self.other:
-            self._wanted[index] = key = (name, *map(_looks, args))
-            if key not in self._calls:
-                self._calls[key] = (func, tuple(map(_dummy, args)))
+        elif self.gpu is not None:
+            taken = convolution_workspace_bytes(self.gpu, name, args)
+            if taken:
+                self._known[index] = taken
+        elif not self.other and tensors and not needs_no_workspace(func, args, kwargs):
+            if _may_run_alone(func, tensors):
+                self._want(index, func, args, kwargs)
+            else:
+                self._unmeasured[name] = None
+
+    def _want(self, index: int, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        args, kwargs = tree_map_only(Tensor, _Dummy.of, (args, kwargs))
+        args, kwargs = tree_map_only(torch.Generator, lambda _: None, (args, kwargs))  # it is not drawn from
+        leaves, spec = tree_flatten((args, kwargs))
+        key = (func, spec, *(leaf if isinstance(leaf, _Dummy) else str(leaf) for leaf in leaves))
+        self._wanted[index] = key
+        self._calls.setdefault(key, (func, args, kwargs))
 
     def measure(self) -> dict[int, int]:
         """Workspace bytes by op index. Runs every distinct call once (fake: twice, at affordable batches).
 
-        Where the profiler cannot run (no memory or threads are left for it) only what needs no measuring is told. So
-        it is for another device: what this processor's kernels take says nothing about that device's.
+        If the profiler cannot run (no memory or threads are left for it), only workspaces that need no measuring are
+        returned. The same holds for another device: this processor's kernels say nothing about that device's.
         """
         if self.other:
-            self.unknown = f"counted as 0: those of {self.other}'s kernels are not known"
+            counted = f"counted as 0: those of {self.other}'s kernels are not known"
+            self.unknown = counted if self.gpu is None else MODELLED
             return self._known
-        runs = [run for func, call in self._calls.values() for run in self._runs_of(func, call)]
+        runs = {key: self._runs_of(*call) for key, call in self._calls.items()}
         try:
-            taken = iter(_workspaces([(func, call) for func, call, _ in runs]))
+            taken = iter(_workspaces([call for each in runs.values() for call, _ in each]))
         except (RuntimeError, MemoryError) as error:
             self.unknown = f"not measured: {str(error).splitlines()[0]}"
             return self._known
-        found = {
-            key: round(sum(weight * next(taken) for _, _, weight in self._runs_of(func, call)))
-            for key, (func, call) in self._calls.items()
-        }
-        return {**self._known, **{index: max(found[key], 0) for index, key in self._wanted.items()}}
+        found: dict[Hashable, int] = {}
+        for key, each in runs.items():
+            parts = [(next(taken), weight) for _, weight in each]
+            if any(n_bytes is None for n_bytes, _ in parts):
+                self._unmeasured[traits(self._calls[key][0]).name] = None
+            found[key] = max(round(sum(weight * (n_bytes or 0) for n_bytes, weight in parts)), 0)
+        if self._unmeasured:
+            self.unknown = f"counted as 0: those of {', '.join(self._unmeasured)} are not known"
+        return {**self._known, **{index: found[key] for index, key in self._wanted.items()}}
 
-    def _runs_of(self, func: OpOverload, call: tuple[Any, ...]) -> list[tuple[OpOverload, tuple[Any, ...], float]]:
+    def _runs_of(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[_Call, float]]:
         """The calls to run for one call, and the weight of each one's workspace."""
-        full = call[0].shape[0]
-        affordable = max(4, full * _AFFORDABLE_BYTES // max(sum(a.n_bytes() for a in call if isinstance(a, _Dummy)), 1))
+        dummies = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, _Dummy)]
+        full = dummies[0].shape[0] if dummies[0].shape else 1
+        affordable = max(4, full * _AFFORDABLE_BYTES // max(sum(dummy.n_bytes() for dummy in dummies), 1))
         if not self.fake or full <= affordable:
-            return [(func, call, 1.0)]
+            return [((func, args, kwargs), 1.0)]
         half = affordable // 2
         slope = (full - half) / half
-        low, high = (_at_batch(func, call, batch) for batch in (half, 2 * half))
-        return [(func, low, 1 - slope), (func, high, slope)]
+        low, high = (_at_batch(func, args, kwargs, full, batch) for batch in (half, 2 * half))
+        return [(low, 1 - slope), (high, slope)]
 
 
-def _looks(arg: Any) -> Hashable:
-    if isinstance(arg, Tensor):
-        return (arg.shape, arg.stride(), arg.dtype)
-    return tuple(arg) if type(arg) is list else arg
+def _may_run_alone(func: OpOverload, tensors: Sequence[Tensor]) -> bool:
+    """Whether a call may be run once more on dummies: torch's own, without effects, and safe on their contents.
+
+    Floats of any value are, and so is the index 0 where there is anything; bytes may be an op's own notes.
+    """
+    ours = isinstance(func, OpOverload) and func.namespace == "aten" and traits(func).pin != COLLECTIVE
+    return ours and all(has_storage(t) and t.numel() and (_is_float(t.dtype) or t.dtype in _INDICES) for t in tensors)
 
 
-def _dummy(arg: Any) -> Any:
-    if isinstance(arg, Tensor):
-        return _Dummy(tuple(map(int, arg.shape)), tuple(map(int, arg.stride())), arg.dtype)
-    return arg
+def _is_float(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
-def _at_batch(func: OpOverload, call: tuple[Any, ...], batch: int) -> tuple[Any, ...]:
-    batched = _PROBED[traits(func).name]
-    return tuple(a.at_batch(batch) if i in batched else a for i, a in enumerate(call))
+def _at_batch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], full: int, batch: int) -> _Call:
+    batched = _BATCHED.get(traits(func).name)
+    if batched is not None:
+        return func, tuple(a.at_batch(batch) if i in batched else a for i, a in enumerate(args)), kwargs
+
+    def smaller(dummy: _Dummy) -> _Dummy:
+        return dummy.at_batch(batch) if dummy.shape[:1] == (full,) else dummy
+
+    args, kwargs = tree_map_only(_Dummy, smaller, (args, kwargs))
+    return func, args, kwargs
 
 
-def _workspaces(calls: Sequence[tuple[OpOverload, tuple[Any, ...]]]) -> list[int]:
-    """For each call the peak of what it allocates above what it leaves behind."""
-
-    def run() -> None:
-        with torch.no_grad():
-            for func, call in calls:
-                args = [a.make() if isinstance(a, _Dummy) else a for a in call]
-                _mark()
-                out = func(*args)
-                _mark()
-                del args, out
-
-    sizes = allocations_of(run)
-    marks = [i for i, size in enumerate(sizes) if size == _MARK_BYTES]
-    return [_peak_above_end(sizes[a + 2 : b]) for a, b in zip(marks[::2], marks[1::2], strict=True)]
+def _workspaces(calls: Sequence[_Call]) -> list[int | None]:
+    """For each call the peak of its allocations above its result; None if it cannot run alone."""
+    if not calls:
+        return []
+    drawn = torch.get_rng_state()  # the calls draw from the generator that the step draws from
+    try:
+        with ThreadPoolExecutor(1) as thread:  # undisturbed by a profiler of the user's
+            return thread.submit(lambda: list(map(_workspace, calls))).result()
+    finally:
+        torch.set_rng_state(drawn)
 
 
-def _mark() -> None:
-    """Two allocation events that no op makes: one up, one down."""
-    torch.empty(_MARK_BYTES, dtype=torch.uint8)
+def _workspace(call: _Call) -> int | None:
+    func = call[0]
+    args, kwargs = tree_map_only(_Dummy, _Dummy.make, call[1:])
+    with torch.no_grad():
+        start_watching()
+        try:
+            out = func(*args, **kwargs)
+        except Exception:  # not every kernel accepts dummies
+            out = None
+            return None
+        finally:
+            sizes = stop_watching()
+    del out
+    return _peak_above_end(sizes)
 
 
 def _peak_above_end(sizes: Sequence[int]) -> int:

@@ -1,1 +1,1 @@
-"""What policies share: chains, moves, local search."""
+"""Shared by policies: chains, moves, local search."""

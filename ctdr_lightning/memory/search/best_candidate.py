@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.units import format_bytes, format_roomy
-from ctdr_lightning.memory.plans.actions import Actions
 from ctdr_lightning.memory.plans.budget import Budget
+from ctdr_lightning.memory.simulator.actions import Actions
 from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.schedule import judge
 from ctdr_lightning.memory.simulator.timeline import Timeline
@@ -24,10 +24,10 @@ def choose(
         budget: Of the candidates within its limits the fastest is taken where ``peak_bytes`` is limited, else the one
             with the least peak.
         policy: Name for the error.
-        note: What else the error should say.
+        note: A further sentence for the error.
 
     Raises:
-        InfeasibleBudgetError: When no candidate fits.
+        InfeasibleBudgetError: If no candidate fits.
     """
     best: tuple[float, float] | None = None
     chosen: Timeline | None = None

@@ -2,7 +2,7 @@
 
 Chain policies plan on it; users need not declare it. Between two ops several tensors may be alive for later ops. Where
 only one does (a block's output), whatever came before can be forgotten but for it. Values under ``SMALL_SHARE`` of the
-largest (masks, indices, statistics) may cross besides; they are held.
+largest (masks, indices, statistics) may cross as well; they are held.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
-from ctdr_lightning.memory.plans.actions import KEEP, RECOMPUTE, Action
+from ctdr_lightning.memory.simulator.actions import KEEP, RECOMPUTE, Action
 from ctdr_lightning.memory.traces.trace import OpRecord, Trace
 
-# Masks, indices and statistics may cross a cut besides its value: they are held. Not tuned.
+# Masks, indices and statistics may cross a cut in addition to its value: they are held. Not tuned.
 SMALL_SHARE = 0.02
 
 
@@ -27,11 +27,11 @@ class Stage:
         last: Position of its last op.
         output: The value that crosses the cut after it; -1 for the last stage.
         inner: Values made inside that are worth caching, without ``output``.
-        saved_bytes: What autograd saves of them and of ``output``.
-        inner_bytes: What autograd saves of them besides ``output``.
+        saved_bytes: Bytes that autograd saves of them and of ``output``.
+        inner_bytes: Bytes that autograd saves of them, without ``output``.
         output_bytes: Size of ``output``.
         forward_seconds: Time to run its ops once more.
-        backward_seconds: Time of the backward ops that follow a read of what it saved.
+        backward_seconds: Time of the backward ops that follow a read of a value saved in it.
         forward_ticks: Ticks of its ops.
         backward_ticks: Ticks of those backward ops.
     """
@@ -55,7 +55,7 @@ class Chain:
 
     Attributes:
         stages: The stages.
-        held: Small values that cross cuts besides the stages' outputs.
+        held: Small values that cross cuts in addition to the stages' outputs.
         cached: Values whose replay may serve more than once, so that it is worth caching: those that autograd saves,
             and those that several ops read.
     """
@@ -83,10 +83,10 @@ class Chain:
 
     @property
     def note(self) -> str:
-        """What to tell where there is no chain to plan on; empty where there is."""
+        """A sentence for the user if there is no chain to plan on; else empty."""
         if len(self.stages) > 1:
             return ""
-        return "This net's forward is no chain: at no point does a single large tensor carry it on."
+        return "This net's forward is not a chain: there is no point that a single large tensor crosses alone."
 
     def coarser(self, most_stages: int) -> Chain:
         """The chain with neighbours joined, so that it has at most so many stages."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from ctdr_lightning.memory.bounds.lower_bound import lower_bound_seconds
 from ctdr_lightning.memory.bounds.rounds import MOST_ROUNDS, rounds_of
-from ctdr_lightning.memory.plans.actions import RECOMPUTE_EACH, Actions
 from ctdr_lightning.memory.search.frontier import Point
 from ctdr_lightning.memory.search.local_search import LocalSearch
 from ctdr_lightning.memory.search.parting import parted_plans
 from ctdr_lightning.memory.search.rounding import narrowed_plans, relaxed_plans
+from ctdr_lightning.memory.simulator.actions import RECOMPUTE_EACH, Actions
 from ctdr_lightning.memory.simulator.prepared import Prepared
 
 # The relaxation is solved with bytes limited at so many ticks, at the budget and at lower ones, by these shares of the
@@ -30,14 +31,14 @@ NO_GAP, SMALL_GAP = 0.001, 0.0025
 # Above this gap relaxations are narrowed before the usual starts, each with such a share of the allowance. ResNet-50 at
 # 0.2 of its peak ends at x1.39 with them, at x1.61 without; three nets with gaps of 1 to 2 % end the same.
 LARGE_GAP, NARROWED_SHARE = 0.01, 0.1
-# Shares of the allowance after which rounded starts, then rivals' plans, then smaller peaks have had their turn.
-ROUNDED_SHARE, RIVALS_SHARE, DEEPEN_SHARE = 0.4, 0.55, 0.95
+# Shares of the allowance after which rounded starts, then plain ones, then smaller peaks have had their turn.
+ROUNDED_SHARE, PLAIN_SHARE, DEEPEN_SHARE = 0.4, 0.55, 0.95
 # Share of the allowance for one start: the small TreeLSTM's first one took all that was meant for the starts together.
 START_SHARE = 0.1
 # And for the plan of one round in whole numbers, which needs few changes: most of the work is left to the starts.
 PROOF_SHARE = 0.02
 # Where nothing fits, starts at peaks between the least so far and the wanted one; at most so many, for as long as each
-# lowers the least peak by this share of what is above the wanted one. The TreeLSTM's least peak was 36 % of its plain
+# lowers the least peak by this share of its excess over the wanted one. The TreeLSTM's least peak was 36 % of its plain
 # one without them, although a plan for 30 % is found where that is asked for. RN18's at 0.3 is the same either way.
 LOWER_STARTS, LOWER_BY = ((1, 0.0), (4, 0.0)), 0.1
 MOST_LOWER = 6
@@ -50,7 +51,7 @@ class Fastest:
     """A search for the fastest plan under one peak.
 
     Args:
-        step: The step.
+        step: The step to plan.
         search: Where plans are tried.
         limit_bytes: Largest peak, weights included.
         n_rounds: Of how many programs in whole numbers bound and plan are taken, at most.
@@ -80,11 +81,11 @@ class Fastest:
             return False
         return self.found.seconds <= self.bound_s * (1 + gap)
 
-    def run(self, rivals: Iterable[Actions] = ()) -> Point:
+    def run(self, rescues: Iterable[Actions] = ()) -> Point:
         """Search; returns the best plan that fits, else the one with the least peak.
 
         Args:
-            rivals: Plans of other policies to improve on; not looked at where the gap is as good as closed.
+            rescues: Plans to go on from where none was found that fits.
         """
         search = self._search
         search.allow(ROUNDED_SHARE)
@@ -92,10 +93,10 @@ class Fastest:
         self.part()
         self.narrow()
         self.start()
-        search.allow(RIVALS_SHARE)
-        self.polish(rivals)
+        search.allow(PLAIN_SHARE)
         if self.found is None:
-            self.polish([{}, dict.fromkeys(sorted(self._step.trace.droppable), RECOMPUTE_EACH)])
+            plain = [{}, dict.fromkeys(sorted(self._step.trace.droppable), RECOMPUTE_EACH)]
+            self.polish(chain(rescues, plain))
         if self.found is None:
             search.allow(DEEPEN_SHARE)
             self._lower()

@@ -6,15 +6,16 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ctdr_lightning.memory.plans.actions import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action
+from ctdr_lightning.memory.simulator.actions import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action
 
 CHOICES = (KEEP, RECOMPUTE, RECOMPUTE_EACH)
-SMALLER = len(CHOICES)  # a value's own action beside these, where it has one: a codec
+Others = Mapping[int, tuple[Action, ...]]
+"""Other actions that some values can be given: a codec, a link to each place. Their choices follow ``CHOICES``."""
 
 
-def action_for(value: int, choice: int, smaller: Mapping[int, Action]) -> Action:
+def action_for(value: int, choice: int, others: Others) -> Action:
     """The action that a choice is for a value."""
-    return smaller[value] if choice == SMALLER else CHOICES[choice]
+    return CHOICES[choice] if choice < len(CHOICES) else others[value][choice - len(CHOICES)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class Point:
     Attributes:
         peak_bytes: Its simulated peak.
         seconds: Its simulated time.
-        state: For each item of the frontier the index of its action in ``CHOICES``, or ``SMALLER``.
+        state: For each item of the frontier the index of its action in ``CHOICES``, or beyond them.
     """
 
     peak_bytes: int
@@ -37,19 +38,19 @@ class Frontier:
 
     Args:
         items: The values whose actions differ from plan to plan.
-        default: Their actions where nothing is said, as indices into ``CHOICES``.
-        smaller: The action that ``SMALLER`` stands for, of the values that have one.
+        default: Their default actions, as indices into ``CHOICES``.
+        others: Further actions of some values.
     """
 
-    def __init__(self, items: Sequence[int], default: bytes, smaller: Mapping[int, Action] | None = None) -> None:
+    def __init__(self, items: Sequence[int], default: bytes, others: Others | None = None) -> None:
         self.items = items
         self.default = default
-        self._smaller = smaller or {}
+        self._others = others or {}
         self._points: list[Point] = []
 
     def copy(self) -> Frontier:
         """The same plans, to go on from."""
-        twin = Frontier(self.items, self.default, self._smaller)
+        twin = Frontier(self.items, self.default, self._others)
         twin._points = list(self._points)
         return twin
 
@@ -59,7 +60,7 @@ class Frontier:
         return self._points[0]
 
     def add(self, peak_bytes: int, seconds: float, state: Callable[[], bytes]) -> bool:
-        """Enter a plan, unless another is as good; what it makes useless is forgotten. Returns whether it was new."""
+        """Enter a plan, unless another is as good; plans that it dominates are removed. Returns whether it was new."""
         after = bisect_right(self._points, peak_bytes, key=lambda p: p.peak_bytes)
         if after and self._points[after - 1].seconds <= seconds:
             return False
@@ -81,7 +82,7 @@ class Frontier:
     def actions(self, point: Point) -> dict[int, Action]:
         """A plan's actions, where they are not the default."""
         chosen = zip(self.items, point.state, self.default, strict=True)
-        return {v: action_for(v, choice, self._smaller) for v, choice, default in chosen if choice != default}
+        return {v: action_for(v, choice, self._others) for v, choice, default in chosen if choice != default}
 
     def __iter__(self) -> Iterator[Point]:
         return iter(self._points)

@@ -1,4 +1,4 @@
-"""What to say when a budget cannot be met: the least peak, what sets it, and the nearest remedy."""
+"""The message for a budget that cannot be met: the least peak, its cause, and the nearest remedy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def infeasible(best: Plan, budget_bytes: int, policy: str, least_bytes: int, ask
 
     Args:
         best: The plan that comes closest to the budget, of all policies.
-        budget_bytes: The budget.
+        budget_bytes: Largest peak allowed.
         policy: The policy that was asked.
         least_bytes: The least peak that it finds.
         asked: The budget as the user wrote it; empty for its bytes.
@@ -36,12 +36,12 @@ def infeasible(best: Plan, budget_bytes: int, policy: str, least_bytes: int, ask
 
 
 def nearest_remedy(timeline: Timeline, least_bytes: int, budget_bytes: int, asked_least_bytes: int = 0) -> str:
-    """What to change, the smallest change first.
+    """Name the possible changes, the smallest first.
 
     Args:
         timeline: Of the plan with the least peak.
-        least_bytes: That peak, with what is in memory besides the step.
-        budget_bytes: The budget.
+        least_bytes: That peak, with the bytes that are resident outside of the step.
+        budget_bytes: Largest peak allowed.
         asked_least_bytes: The least peak of the policy that was asked, which may be more: the budget that is named has
             to do for that policy.
     """
@@ -57,9 +57,9 @@ def nearest_remedy(timeline: Timeline, least_bytes: int, budget_bytes: int, aske
 
 
 def _smaller(fixed: int, least_bytes: int, budget_bytes: int) -> str:
-    """How much smaller the batch or the weights would have to be, the smaller change first; empty where neither helps.
+    """The necessary reductions of the batch or the weights, the smaller change first; empty if neither helps.
 
-    What is fixed grows with the weights, the rest of the peak with the batch.
+    The fixed part grows with the weights, the rest of the peak with the batch.
     """
     batch = int(100 * (budget_bytes - fixed) / max(least_bytes - fixed, 1))
     weights = int(100 * (1 - (least_bytes - budget_bytes) / max(fixed, 1)))

@@ -14,14 +14,14 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
 
-from ctdr_lightning.memory.plans.actions import Action, Actions
-from ctdr_lightning.memory.search.frontier import Frontier, Point
+from ctdr_lightning.memory.search.frontier import Frontier, Others, Point
 from ctdr_lightning.memory.search.moves import Moves
+from ctdr_lightning.memory.simulator.actions import Actions
 from ctdr_lightning.memory.simulator.journal import Outcome
 from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.simulator import Simulator
@@ -43,9 +43,9 @@ PLUNGE_MOVES = 6
 ASCENT_SHARE = 0.1
 # Below its least peak the search asks for 3 % less at a time: smaller steps take longer, larger ones are missed.
 LOWER_PEAK_BY = 0.97
-# So many random changes in a row may leave the least peak as it is before the search gives up. Not tuned.
+# The search gives up after so many random changes in a row without a lower peak. Not tuned.
 FRUITLESS_KICKS = 40
-# So many in a row, and one an item, may leave the time at the asked peak as it is. RN18 at half its peak found
+# And after so many in a row, and one per item, without a faster plan at the asked peak. RN18 at half its peak found
 # nothing in 900 more.
 FRUITLESS_TRIES = 40
 _NOTHING_S = 1e-12
@@ -55,11 +55,11 @@ class LocalSearch:
     """A search for the best plans of one trace.
 
     Args:
-        step: The step.
+        step: The step to plan.
         seed: Seed of the random changes.
         allowance: Work that may be done; see ``work``.
         limit_s: Safety stop, in seconds of this thread. When it fires, the result depends on the machine's speed.
-        smaller: What some values can be given besides keeping and recomputing: a codec.
+        others: Further actions of some values, in addition to keeping and recomputing: a codec, a link.
 
     Attributes:
         frontier: The best plans so far.
@@ -74,21 +74,21 @@ class LocalSearch:
         seed: int = 0,
         allowance: float = 300_000,
         limit_s: float = math.inf,
-        smaller: Mapping[int, Action] | None = None,
+        others: Others | None = None,
     ) -> None:
         self._simulator = Simulator(step)
-        self._moves = Moves(self._simulator, smaller)
+        self._moves = Moves(self._simulator, others)
         self._resident_bytes = self._simulator.trace.resident_bytes
         self._random = random.Random(seed)
         self._stop_s = time.thread_time() + limit_s
         self._allowance = allowance
         self._stop_work = allowance
-        self.frontier = Frontier(self._moves.items, self._moves.default, smaller)
+        self.frontier = Frontier(self._moves.items, self._moves.default, others)
         self._note()
 
     @property
     def work(self) -> int:
-        """How much was simulated so far; a measure of time that is the same on every machine."""
+        """Amount of simulation so far; a measure of time that is the same on every machine."""
         return self._simulator.work
 
     def allow(self, share: float) -> None:
@@ -97,7 +97,7 @@ class LocalSearch:
 
     @contextmanager
     def at_most(self, share: float) -> Iterator[None]:
-        """Let a block use no more than a share of the allowance, within what is allowed already."""
+        """Limit a block to a share of the allowance, within the present limit."""
         before = self._stop_work
         self._stop_work = min(before, self.work + self._allowance * share)
         yield
@@ -118,7 +118,7 @@ class LocalSearch:
         """Bring a plan under a limit, then save time under it. Returns whether it fits.
 
         Args:
-            actions: The plan to start from; it is entered into the frontier as it is, too.
+            actions: The plan to start from; it is entered into the frontier unchanged, too.
             limit_bytes: Largest peak, weights included.
         """
         self._moves.load(self._moves.state_of(actions))
@@ -200,7 +200,7 @@ class LocalSearch:
         return self._simulator.peak_bytes <= limit
 
     def _plunge(self, limit: int) -> bool:
-        """Where no single move helps: a few that help at the peak, though they hurt elsewhere. Returns whether it did.
+        """If no single move helps, make a few that help at the peak and hurt elsewhere. Returns whether the peak fell.
 
         Each item is changed once, so that a move is not taken back for the next.
         """
@@ -224,7 +224,7 @@ class LocalSearch:
         return max(found, key=lambda m: _excess_taken(moves.look(m), live, limit), default=None)
 
     def _cheapest(self, limit: int) -> int | None:
-        """The move with the fewest seconds for what it takes out of the ticks above ``limit``."""
+        """The move with the fewest seconds per byte that it takes out of the ticks above ``limit``."""
         moves, live = self._moves, self._simulator.bytes_at()
         gain = -moves.weigh(live > limit)
         useful = moves.usable & (gain > 0)
@@ -271,12 +271,12 @@ class LocalSearch:
 
 
 def _price(seconds: np.ndarray | float, gain: np.ndarray | int) -> np.ndarray | float:
-    """Seconds for each byte taken; what costs nothing comes first, the largest gain before the smaller."""
+    """Seconds per byte saved; moves that cost nothing come first, the largest gain before the smaller."""
     return np.where(np.asarray(seconds) > _NOTHING_S, seconds / gain, -1.0 * gain)
 
 
 def _excess_taken(trial: Outcome, live: np.ndarray, limit: int) -> int:
-    """Bytes that a move takes out of the ticks above ``limit``, less what it adds above it."""
+    """Bytes that a move takes out of the ticks above ``limit``, less those that it adds above it."""
     taken = 0
     for first, end, level in trial.segments:
         excess = live[first:end] - limit

@@ -1,19 +1,20 @@
-"""The single changes that a search can make to a plan, and what each of them would do, kept up to date.
+"""The single changes that a search can make to a plan, and their outcomes, kept up to date.
 
-A move gives one value another action. What it does (seconds, and how many bytes more or less are live when) is
-simulated once and remembered until a move nearby is made. So each step of a search can weigh all moves at once, in a
-few array operations, and simulates only the best of them again.
+A move gives one value another action. Its outcome (seconds, and the change of live bytes over time) is simulated once
+and remembered until a move nearby is made. So each step of a search can weigh all moves at once, in a few array
+operations, and simulates only the best of them again.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import numpy as np
 
-from ctdr_lightning.memory.plans.actions import Action, Actions
-from ctdr_lightning.memory.search.frontier import CHOICES, SMALLER, action_for
+from ctdr_lightning.memory.search.frontier import CHOICES, Others, action_for
+from ctdr_lightning.memory.search.timetable import Timetable
+from ctdr_lightning.memory.simulator.actions import Action, Actions, Offload
 from ctdr_lightning.memory.simulator.journal import Outcome
 from ctdr_lightning.memory.simulator.simulator import Simulator
 
@@ -36,30 +37,32 @@ class Moves:
 
     Args:
         simulator: The plan to change; it is changed along.
-        smaller: What some values can be given besides: a codec.
+        others: Further actions of some values: a codec, a link.
 
     Attributes:
-        items: The values that have moves, in the order in which they are made. What is so small that all of it together
-            hardly counts has none, and keeps its default.
-        default: For each item the index of its action in ``CHOICES`` where nothing is said: saved values are kept.
-        n_choices: How many actions an item has at most: those of ``CHOICES``, and a codec where some value has one.
-        state: For each item the index of its present action in ``CHOICES``, or ``SMALLER``.
+        items: The values that have moves, in the order in which they are made. Values that hardly count even
+            together have none, and keep their default.
+        default: For each item the index of its default action in ``CHOICES``: saved values are kept.
+        n_choices: Most actions that an item has: those of ``CHOICES`` and the most others of one.
+        state: For each item the index of its present action in ``CHOICES``, or beyond them.
         seconds: For each move by how much it prolongs the step; move ``n_choices * i + c`` gives item ``i`` choice
             ``c``.
         usable: For each move whether it would change anything.
     """
 
-    def __init__(self, simulator: Simulator, smaller: Mapping[int, Action] | None = None) -> None:
+    def __init__(self, simulator: Simulator, others: Others | None = None) -> None:
         self.simulator = simulator
-        self._smaller = smaller or {}
+        self._others = others or {}
         trace = simulator.trace
-        values = sorted(trace.droppable.union(self._smaller))
+        values = sorted(trace.droppable.union(self._others))
         least = NEGLIGIBLE_SHARE * (simulator.peak_bytes - trace.resident_bytes) / max(len(values), 1)
         self.items = [v for v in values if trace.value_bytes(v) >= least]
         self.default = bytes(_KEEP if trace.values[v].saves else _EACH for v in self.items)
         self.state = bytearray(self.default)
         self._index = {value: i for i, value in enumerate(self.items)}
-        self.n_choices = len(CHOICES) + bool(self._smaller)
+        self.n_choices = len(CHOICES) + max((len(found) for found in self._others.values()), default=0)
+        links = sorted({a.to for found in self._others.values() for a in found if isinstance(a, Offload)})
+        self._timetables = {to: Timetable(simulator, to) for to in links}
         self._allowed = [self._allowed_for(value) for value in self.items]
         n_moves = self.n_choices * len(self.items)
         self.seconds = np.zeros(n_moves)
@@ -70,10 +73,12 @@ class Moves:
         self._refresh(range(len(self.items)))
 
     def _allowed_for(self, value: int) -> tuple[bool, ...]:
-        """Which choices a value has: what is overwritten later cannot be held, what is random cannot run again."""
+        """A flag per choice: values that are overwritten later cannot be held, random ones cannot be replayed."""
         trace = self.simulator.trace
         droppable = value in trace.droppable
-        return (value not in trace.unholdable, droppable, droppable, value in self._smaller)
+        n_others = len(self._others.get(value, ()))
+        besides = (n < n_others for n in range(self.n_choices - len(CHOICES)))
+        return (value not in trace.unholdable, droppable, droppable, *besides)
 
     def weigh(self, where: np.ndarray) -> np.ndarray:
         """For each move the bytes that it adds, summed over some of the ticks.
@@ -88,7 +93,9 @@ class Moves:
     def look(self, move: int) -> Outcome:
         """Simulate a move again."""
         item, choice = divmod(move, self.n_choices)
-        trial = self.simulator.trial({self.items[item]: self._action(item, choice)})
+        action, delay_s = self._placed(item, choice)
+        trial = self.simulator.trial({self.items[item]: action})
+        trial = Outcome(trial.seconds + delay_s, trial.segments)
         segments = trial.segments
         if len(segments) > N_SEGMENTS:
             segments = sorted(segments, key=lambda s: -abs(s[2]) * (s[1] - s[0]))[:N_SEGMENTS]
@@ -102,8 +109,9 @@ class Moves:
     def make(self, move: int) -> list[int]:
         """Make a move. Returns the items whose moves were simulated again: those that share an op call with it."""
         item, choice = divmod(move, self.n_choices)
-        self.simulator.change({self.items[item]: self._action(item, choice)})
+        self.simulator.change({self.items[item]: self._placed(item, choice)[0]})
         self.state[item] = choice
+        self._settle()
         self._guess(item)
         near = self._near([item])
         self._refresh(sorted(near, key=lambda i: abs(i - item)), REFRESH_WORK)
@@ -114,21 +122,40 @@ class Moves:
         changed = [i for i, choice in enumerate(state) if choice != self.state[i]]
         self.simulator.change({self.items[i]: self._action(i, state[i]) for i in changed})
         self.state[:] = state
+        self._settle()
         for item in changed:
             self._guess(item)
         self._refresh(self._near(changed), LOAD_WORK)
 
     def state_of(self, actions: Actions) -> bytes:
-        """A plan's state; what it says of values without moves is left out."""
+        """A plan's state; actions of values without moves are left out."""
         return bytes(self._choice(i, actions.get(v)) for i, v in enumerate(self.items))
 
     def _choice(self, item: int, action: Action | None) -> int:
-        wanted = CHOICES.index(action) if action in CHOICES else SMALLER if action is not None else -1
-        same = wanted >= 0 and self.allows(item, wanted) and self._action(item, wanted) == action
-        return wanted if same else self.default[item]
+        choices = (*CHOICES, *self._others.get(self.items[item], ()))
+        if isinstance(action, Offload) and action not in choices:
+            action = Offload(action.to, action.codecs)
+        wanted = choices.index(action) if action in choices else -1
+        return wanted if wanted >= 0 and self.allows(item, wanted) else self.default[item]
 
     def _action(self, item: int, choice: int) -> Action:
-        return action_for(self.items[item], choice, self._smaller)
+        return action_for(self.items[item], choice, self._others)
+
+    def _placed(self, item: int, choice: int) -> tuple[Action, float]:
+        """A choice's action, its ticks where they find room on the lanes, and by how much that delays the step."""
+        action = self._action(item, choice)
+        if isinstance(action, Offload):
+            return self._timetables[action.to].place(self.items[item], action)
+        return action, 0.0
+
+    def _settle(self) -> None:
+        """Give everything that is moved its ticks, as the transfers of a plan share their lanes."""
+        for timetable in self._timetables.values():
+            chosen = {
+                v: self._action(i, choice) for i, (v, choice) in enumerate(zip(self.items, self.state, strict=True))
+            }
+            ticks, now = timetable.settle(chosen), self.simulator.actions
+            self.simulator.change({v: a for v, a in ticks.items() if now[v] != a})
 
     def allows(self, item: int, choice: int) -> bool:
         """Whether an item can be given an action."""
@@ -157,7 +184,7 @@ class Moves:
         A move is simulated exactly before it is made, so that a guess costs time at most.
         """
         value, trace = self.items[item], self.simulator.trace
-        if value in self._smaller:
+        if value in self._others:
             self._refresh([item])  # few, and played at once
             return
         record, index = trace.values[value], self.simulator.index

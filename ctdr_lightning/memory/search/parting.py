@@ -1,12 +1,13 @@
 """Relaxed plans whose long replays are parted: values are held where the fewest bytes cross, until the plan fits.
 
 The relaxation knows nothing of the bytes of replays. At low budgets it drops whole chains, such as the states of an
-LSTM: the first of them that the backward asks for makes all of them again, and the rounded plan stands up to 80 % of
-the plain peak above the budget. Single moves repair that slowly, as each of them plays the chain. Here the replay that
-puts most bytes at the worst tick is parted near its middle: what its first ops make and its last ones read is held.
+LSTM: the first of them that the backward asks for replays all of them, and the rounded plan exceeds the budget by up to
+80 % of the plain peak. Single moves repair that slowly, as each of them plays the chain. Here the replay that
+puts most bytes at the worst tick is parted near its middle: values that its first ops make and its last ones read are
+held.
 
-What is held takes bytes where the plain step stands highest. So relaxations of lower budgets are parted too, and the
-one by which a plan just fits is found by halving.
+Held values take bytes where the plain step is highest. So relaxations of lower budgets are parted too, and the one by
+which a plan just fits is found by bisection.
 
 Complexity: a linear program a halving; for each parting one play of its group, and a look at all replays.
 """
@@ -18,8 +19,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ctdr_lightning.memory.plans.actions import KEEP, Action, Actions, action_of
 from ctdr_lightning.memory.search.rounding import relaxed_plans
+from ctdr_lightning.memory.simulator.actions import KEEP, Action, Actions, action_of
 from ctdr_lightning.memory.simulator.effect import Effect
 from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.simulator import Simulator
@@ -34,8 +35,8 @@ MOST_PARTINGS = 80
 AROUND = 0.4
 # Plans that are polished; the others are further from fitting, or slower.
 MOST_PLANS = 3
-# What a byte over the budget counts in seconds, over what one costs in the mean from the plain peak down to the budget:
-# the last bytes are the dearest. Not tuned.
+# Price of a byte over the budget, relative to the mean price of a byte from the plain peak down to the budget: the last
+# bytes are the dearest. Not tuned.
 DEAR = 5.0
 
 
@@ -44,7 +45,7 @@ def parted_plans(step: Prepared, budget_bytes: int, bound_s: float) -> list[Acti
 
     Args:
         step: The recorded step.
-        budget_bytes: The budget.
+        budget_bytes: Largest peak allowed.
         bound_s: Seconds that no plan goes below.
 
     Returns:
@@ -79,7 +80,7 @@ def _parted(step: Prepared, actions: Actions, budget_bytes: int) -> Simulator:
 
 
 def _checkpoints(simulator: Simulator) -> dict[int, Action]:
-    """What to hold so that the largest replay at the worst tick falls in two; empty where it cannot be parted."""
+    """Actions that hold values so that the largest replay at the worst tick falls in two; empty if there are none."""
     tick = int(simulator.bytes_at().argmax())
     effects, _ = simulator.effects()
     there = [(n_bytes, effect) for effect in effects if (n_bytes := effect.bytes_at(tick))]

@@ -5,7 +5,7 @@ all its numbers but a few are 0 or 1, and the rounded plan is a few hundredths o
 in the time of one linear program (0.1 s for DenseNet-121), where a search from the plain plan took five seconds and
 ended 5 % above. The rounded plan may exceed the budget a little, or leave some of it: local search repairs both.
 
-At low budgets what is made again breaks the budget where the plain step does not stand highest. There the program is
+At low budgets replayed values break the budget at ticks where the plain step is not highest. There the program is
 *narrowed*: bytes are limited at the worst places of its plan, too, and it is solved again.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from ctdr_lightning.memory.bounds.limited_ticks import LimitedTicks
 from ctdr_lightning.memory.bounds.staged_program import StagedProgram, choose_ticks, lives_of
 from ctdr_lightning.memory.bounds.tape_program import TapeProgram
-from ctdr_lightning.memory.plans.actions import Action
+from ctdr_lightning.memory.simulator.actions import Action
 from ctdr_lightning.memory.simulator.prepared import Prepared
 
 # Programs in a row, and variables of one at most: it is solved in a second. For ResNet-50 at 0.2 of its peak the fourth
@@ -34,13 +34,13 @@ def relaxed_plans(
 
     Args:
         step: The recorded step.
-        budget_bytes: The budget.
+        budget_bytes: Largest peak allowed.
         starts: At how many ticks bytes are limited, and by how much the budget is lowered, as a share of the plain peak
             above the weights.
         thresholds: From which share on a value is held.
 
     Yields:
-        Plans of which each differs from those before; none of a start whose relaxation has no solution.
+        Plans of which each differs from those before; a start whose relaxation has no solution yields no plan.
     """
     trace, plain_bytes, lives = step.trace, step.plain_bytes_at, lives_of(step)
     seen: list[dict[int, Action]] = []
@@ -63,7 +63,7 @@ def narrowed_plans(step: Prepared, budget_bytes: int) -> Iterator[tuple[float, d
 
     Args:
         step: The recorded step.
-        budget_bytes: The budget.
+        budget_bytes: Largest peak allowed.
 
     Yields:
         Of each relaxation, from the second on, the seconds that no plan goes below, and its plan: the first limits

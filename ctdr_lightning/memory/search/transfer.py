@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from ctdr_lightning.memory.plans.actions import Action, Actions, Compress, Keep, Offload
+from ctdr_lightning.memory.simulator.actions import Action, Actions, Compress, Keep, Offload
 from ctdr_lightning.memory.traces.facts import facts_of
 from ctdr_lightning.memory.traces.trace import Trace
 
@@ -19,8 +19,8 @@ def structure_of(trace: Trace) -> Hashable:
 def transferred(actions: Actions, target: Trace) -> Actions:
     """The actions that mean the same for a trace of the same structure.
 
-    What the target writes over cannot be held there, and is left to its default; so is what cannot be put away there:
-    an index of a larger plane may not be short.
+    Values that the target writes over cannot be held there and get their default; so do values that cannot be put away
+    there: an index of a larger plane may not be short.
     """
     return {value: action for value, action in actions.items() if _means_the_same(target, value, action)}
 

@@ -1,4 +1,4 @@
-"""What putting a value away does to the timeline: when its memory is free, when it is taken again, what codecs take."""
+"""Effect of putting a value away: the ticks at which its memory is free and taken again, the cost of codecs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from ctdr_lightning.basics.errors import ConfigError
-from ctdr_lightning.memory.plans.actions import Away, Offload
+from ctdr_lightning.memory.simulator.actions import Away, Offload
 from ctdr_lightning.memory.traces.facts import Facts, facts_of
 from ctdr_lightning.memory.traces.machine import CodecCost, Link
 from ctdr_lightning.memory.traces.trace import Trace
@@ -20,16 +20,18 @@ Interval = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class AwayEffect:
-    """What one value that is put away does to the timeline.
+    """Effect of one value that is put away on the timeline.
 
     Attributes:
         gone: Last tick at which its memory is held for its sake.
-        intervals: ``(first tick, last tick, bytes)`` of what is held in its place.
-        seconds: Time of the step's computing: its codecs', and what moving it takes of the step's own.
-        decode_s: The part of it that is spent on the way back.
+        needed: First tick at which it is read afterwards; None where it never is.
+        intervals: ``(first tick, last tick, bytes)`` of the memory held in its place.
+        seconds: Compute time of the step: its codecs', and the step's own share of moving it.
+        decode_s: The part of ``seconds`` that is spent on the way back.
     """
 
     gone: int
+    needed: int | None
     intervals: tuple[Interval, ...]
     seconds: float = 0.0
     decode_s: float = 0.0
@@ -39,7 +41,7 @@ def link_to(trace: Trace, holder: str) -> Link:
     """The trace's link to a holder.
 
     Raises:
-        ConfigError: When it has none.
+        ConfigError: If it has none.
     """
     for link in trace.links:
         if link.to == holder:
@@ -52,10 +54,10 @@ def link_to(trace: Trace, holder: str) -> Link:
 
 
 def codec_cost(trace: Trace, name: str) -> CodecCost:
-    """What a codec costs on the trace's machine.
+    """Cost of a codec on the trace's machine.
 
     Raises:
-        ConfigError: When the trace does not know.
+        ConfigError: If the trace has no cost of this codec.
     """
     for cost in trace.codecs:
         if cost.name == name:
@@ -68,7 +70,7 @@ def codec_cost(trace: Trace, name: str) -> CodecCost:
 
 
 def packed_bytes(facts: Facts, costs: list[CodecCost]) -> int:
-    """Bytes of a value after codecs, at most what it had where a codec may leave it as it is."""
+    """Bytes of a value after codecs; at most its own where a codec may leave it unchanged."""
     n, bits, side_bytes = float(facts.n_elements), 8.0 * facts.item_bytes, 0
     for cost in costs:
         side_bytes += ceil(n * cost.side_bits / 8)
@@ -84,7 +86,7 @@ def away_bytes(trace: Trace, value: int, codecs: tuple[str, ...]) -> int:
 
 
 def _fitting(trace: Trace, value: int, codecs: tuple[str, ...]) -> list[CodecCost]:
-    """What codecs cost, if the value is what they need."""
+    """Costs of codecs, after a check that the value meets their needs."""
     costs = [codec_cost(trace, name) for name in codecs]
     kinds = facts_of(trace)[value].kinds
     for cost in costs:
@@ -97,7 +99,7 @@ def _fitting(trace: Trace, value: int, codecs: tuple[str, ...]) -> list[CodecCos
 
 
 def temporary_growth(facts: Facts) -> float:
-    """How many times the measured share of temporaries a value may take: 2 for halves.
+    """Factor on the measured share of temporaries that a value may take: 2 for halves.
 
     Flags are as many bytes an element. Lossy codecs and zvc, which compute in float32, may take more than that.
     """
@@ -105,12 +107,12 @@ def temporary_growth(facts: Facts) -> float:
 
 
 def away_effect(trace: Trace, value: int, action: Away, needed: int | None, until: int) -> AwayEffect:
-    """What one value that is put away does.
+    """Effect of one value that is put away.
 
     Args:
         trace: The recorded step.
         value: Its id.
-        action: What becomes of it.
+        action: Its action.
         needed: First tick at which it is read after the program itself has let go of it; None where it never is.
         until: Last tick at which anybody may read it.
 
@@ -145,4 +147,4 @@ def away_effect(trace: Trace, value: int, action: Away, needed: int | None, unti
             found.append((needed, needed, max(cost.decode_temporaries(as_measured) for cost in costs)))
             found.append((needed, until, dense))
         gone = out if isinstance(action, Offload) else gone
-    return AwayEffect(gone, tuple(i for i in found if i[1] >= i[0]), encode_s + decode_s, decode_s)
+    return AwayEffect(gone, needed, tuple(i for i in found if i[1] >= i[0]), encode_s + decode_s, decode_s)

@@ -1,4 +1,4 @@
-"""What dropping a connected group of values does: when they come back, what the replays take, what they prolong.
+"""Effect of dropping a connected group of values: when they come back, the replays' cost, and the lives they prolong.
 
 Dropped values that no dropped value connects live and return independently of each other, so a plan's timeline is the
 plain timeline plus a sum of such effects, and the change of one action changes one effect.
@@ -14,7 +14,7 @@ from ctdr_lightning.memory.simulator.trace_index import UNPACK, TraceIndex
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What one group does to the timeline.
+    """Effect of one group on the timeline.
 
     Attributes:
         intervals: ``(first tick, last tick, bytes)`` of each value that a replay leaves behind.
@@ -23,6 +23,8 @@ class Effect:
         seconds: Time of all replays.
         work: Members, and ops that were played; a measure of the time that finding the effect took.
         replays: ``(tick, seconds, ops)`` of each replay.
+        left: For ``(tick of a replay, value)`` the last tick at which the replay's output is live; the replay's own
+            tick if it ends with the replay. Values that the replay needs for itself are not in it.
     """
 
     intervals: list[tuple[int, int, int]]
@@ -31,9 +33,10 @@ class Effect:
     seconds: float
     work: int
     replays: list[tuple[int, float, list[int]]]
+    left: dict[tuple[int, int], int]
 
     def bytes_at(self, tick: int) -> int:
-        """What it adds to the bytes at a tick, besides what it prolongs."""
+        """Bytes that it adds at a tick, prolonged lives not included."""
         stays = sum(n_bytes for first, last, n_bytes in self.intervals if first <= tick <= last)
         return stays + sum(n_bytes for at, n_bytes in self.bumps if at == tick)
 
@@ -56,7 +59,7 @@ def effect_of(index: TraceIndex, stays: Sequence[int], members: Collection[int])
         else:
             group.handles[value] -= 1
             group.unref([value], tick)
-    return Effect(group.intervals, group.bumps, group.needs, group.seconds, group.work, group.replays)
+    return Effect(group.intervals, group.bumps, group.needs, group.seconds, group.work, group.replays, group.left)
 
 
 class _Group:
@@ -70,8 +73,8 @@ class _Group:
     """
 
     __slots__ = (
-        "back", "bumps", "handles", "index", "intervals", "linked", "needs", "refs", "replays", "seconds", "stays",
-        "work",
+        "back", "bumps", "handles", "index", "intervals", "left", "linked", "needs", "refs", "replays", "seconds",
+        "stays", "work",
     )  # fmt: skip
 
     def __init__(self, index: TraceIndex, stays: Sequence[int], members: Collection[int]) -> None:
@@ -91,16 +94,19 @@ class _Group:
         self.intervals: list[tuple[int, int, int]] = []
         self.bumps: list[tuple[int, int]] = []
         self.replays: list[tuple[int, float, list[int]]] = []
+        self.left: dict[tuple[int, int], int] = {}
         self.seconds = 0.0
         self.work = len(members)
 
     def unpack(self, value: int, tick: int, released: int) -> None:
-        """Autograd asks for a member and keeps what it is given until ``released``."""
+        """Autograd asks for a member and keeps it until ``released``."""
         if value in self.back or self.index.alive_until[value] >= tick:
             return
         self._replay(self._missing_ops(value, tick), value, tick)
-        if value not in self.back and released > tick:
-            self.intervals.append((tick + 1, released, self.index.n_bytes[value]))
+        if value not in self.back:
+            self.left[tick, value] = max(released, tick)
+            if released > tick:
+                self.intervals.append((tick + 1, released, self.index.n_bytes[value]))
 
     def _missing_ops(self, target: int, tick: int) -> list[int]:
         index, handles, back = self.index, self.handles, self.back
@@ -153,9 +159,9 @@ class _Group:
         return self.handles[value] > 0 or not self.index.saved[value]
 
     def _leave(self, staying: list[int], tick: int) -> None:
-        """What stays is there from now on, and the calls that made it are no longer held for its sake."""
+        """Values that stay are live from now on; release the calls that produced them."""
         for value in staying:
-            self.back[value] = tick
+            self.back[value] = self.left[tick, value] = tick
         for value in staying:
             self._unlink(self.index.op_of[value], tick)
 
@@ -165,7 +171,7 @@ class _Group:
             self.unref(list(self.index.sources[op]), tick)
 
     def unref(self, pending: list[int], tick: int) -> None:
-        """One holder of each value lets go; what nobody holds is freed, and with it the call that could make it."""
+        """One holder of each value lets go; values without a holder are freed, with the calls that could make them."""
         index, refs, linked = self.index, self.refs, self.linked
         while pending:
             value = pending.pop()
@@ -176,6 +182,7 @@ class _Group:
                 self.needs[value] = tick
             elif value in self.back:
                 if tick > self.back[value]:
+                    self.left[self.back[value], value] = tick
                     self.intervals.append((self.back[value] + 1, tick, index.n_bytes[value]))
             else:
                 op = index.op_of[value]

@@ -30,7 +30,7 @@ class Groups:
         self.work = 0
 
     def regroup(self, former: Mapping[int, Flags]) -> tuple[set[int], list[Group]]:
-        """What to do after flags were changed.
+        """Regroup after flags have changed.
 
         Args:
             former: For each changed value whether it was dropped and whether it stayed before.

@@ -1,10 +1,10 @@
-"""What a change of actions would do, and what it did, to take it back."""
+"""Outcome of a change of actions, and a journal of it for undo."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ctdr_lightning.memory.plans.actions import Action, Away
+from ctdr_lightning.memory.simulator.actions import Action, Away
 from ctdr_lightning.memory.simulator.away import AwayEffect
 from ctdr_lightning.memory.simulator.effect import Effect
 from ctdr_lightning.memory.simulator.groups import Flags, Group
@@ -13,11 +13,11 @@ from ctdr_lightning.memory.simulator.timeline import Segments
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a change of actions would do.
+    """Outcome of a change of actions.
 
     Attributes:
-        seconds: By how much the step would take longer.
-        segments: ``(first tick, tick after the last, bytes)``: how many more bytes would be live.
+        seconds: Increase of the step's time.
+        segments: ``(first tick, tick after the last, bytes)``: increase of the live bytes.
     """
 
     seconds: float
@@ -26,7 +26,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Journal:
-    """What one change did, to take it back."""
+    """Record of one change, for undo."""
 
     actions: dict[int, Action | None]
     seconds: float

@@ -1,4 +1,4 @@
-"""What is reusable of a trace, made once and kept by whoever plans: its index, its plain bytes, bounds, chains.
+"""Reusable facts of a trace, made once and kept by the planner: its index, its plain bytes, bounds, chains.
 
 Every search, bound and policy needs the same facts of a trace. They are made when first asked for and live in this
 object, which the caller keeps for as long as it plans the same step; nothing is remembered behind its back.
@@ -17,7 +17,7 @@ from ctdr_lightning.memory.traces.trace import Trace
 
 
 class Prepared(MadeOnce):
-    """A trace with what is reusable of it.
+    """A trace with its reusable facts.
 
     Args:
         trace: The recorded step, which is never changed.
@@ -62,5 +62,5 @@ class Prepared(MadeOnce):
 
 
 def prepared(step: Trace | Prepared) -> Prepared:
-    """A step as it is where it is prepared already, else prepared now."""
+    """Prepare a step; a prepared one is returned unchanged."""
     return step if isinstance(step, Prepared) else Prepared(step)

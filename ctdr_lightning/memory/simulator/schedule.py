@@ -1,19 +1,20 @@
-"""When to send each value away and when to ask it back, where a plan leaves it open.
+"""Ticks at which each value is sent away and asked back, where a plan leaves them open.
 
-Out: sent as it is made, and waited for at the first op by which its lane has it away. Back: asked for at the latest
-tick that the tape hears and that still hides the transfer, the last needed value first. So both directions' memory
-follows from the link, and the step waits only where the link is too slow.
+Out: sent as soon as its op has run, and waited for at the first op by which its lane has it away. Back: asked for at
+the latest tick that the tape hears and that still hides the transfer, the last needed value first. So both directions'
+memory follows from the link, and the step waits only where the link is too slow.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 
-from ctdr_lightning.memory.plans.actions import Action, Actions, Offload, away_values
+from ctdr_lightning.memory.simulator.actions import Action, Actions, Offload, away_values
 from ctdr_lightning.memory.simulator.away import away_bytes, link_to
 from ctdr_lightning.memory.simulator.prepared import Prepared, prepared
 from ctdr_lightning.memory.simulator.simulator import Simulator
@@ -22,7 +23,7 @@ from ctdr_lightning.memory.traces.bells import bells_of
 from ctdr_lightning.memory.traces.trace import Trace
 
 # A link is at times slower than it was measured. With transfers planned a quarter longer than they are simulated, the
-# step waited on none of BIG's disk reads at half its peak; with none longer it waited 4 % of its time.
+# step waited on no disk read of BIG at half its peak; without the margin it waited 4 % of its time.
 SLACK = 1.25
 
 
@@ -43,7 +44,7 @@ def scheduled(step: Trace | Prepared, actions: Actions) -> dict[int, Action]:
 
 
 def settled(simulator: Simulator, actions: Actions) -> dict[int, Action]:
-    """What is offloaded, with every tick settled.
+    """The offloaded values' actions, with every tick settled.
 
     Args:
         simulator: A simulator of the actions, whatever their ticks are there.
@@ -64,7 +65,7 @@ def _moved(trace: Trace, actions: Actions) -> dict[int, Offload]:
 
 
 def judge(step: Trace | Prepared, actions: Actions) -> Timeline:
-    """Simulate actions with every tick settled: what a plan is made of."""
+    """Simulate actions with every tick settled, as a plan needs them."""
     return Simulator(step, scheduled(step, actions)).timeline()
 
 
@@ -105,3 +106,26 @@ def _ask_back(
         back = action.back_at if action.back_at >= 0 else min(max(heard, action.gone_by + 1), needs[value])
         yield value, replace(action, back_at=back)
     yield from ((v, a) for v, a in moved.items() if v not in needs)
+
+
+class HasActions(Protocol):
+    """A plan, as far as the simulator looks at it."""
+
+    @property
+    def actions(self) -> Actions:
+        """From value id to action."""
+        ...
+
+
+def simulate(step: Trace | Prepared, plan: HasActions | Actions | None = None) -> Timeline:
+    """Predict a step under a plan.
+
+    Args:
+        step: The recorded step.
+        plan: A plan, or actions by value id; None for the plain step.
+
+    Returns:
+        The timeline: ``peak_bytes``, ``seconds``, ``recompute_seconds``, the bytes at each tick.
+    """
+    actions = plan if plan is None or isinstance(plan, Mapping) else plan.actions
+    return Simulator(step, actions).timeline()

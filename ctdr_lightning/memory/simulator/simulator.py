@@ -1,18 +1,17 @@
 """Trace and plan to a timeline: bytes over time and seconds. The only referee between policies.
 
-The timeline is the plain one, minus what dropped values free, plus the effects of the groups that they form (see
-``effects``). ``Simulator`` keeps all of it in place, so that a search may try one action at a time for the price of one
+The timeline is the plain one, minus the bytes of dropped values, plus the effects of the groups that they form (see
+``effect``). ``Simulator`` keeps all of it in place, so that a search may try one action at a time for the price of one
 group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Protocol
+from collections.abc import Iterable
 
 import numpy as np
 
-from ctdr_lightning.memory.plans.actions import (
+from ctdr_lightning.memory.simulator.actions import (
     Action,
     Actions,
     Away,
@@ -28,13 +27,15 @@ from ctdr_lightning.memory.simulator.groups import Flags, Group, Groups
 from ctdr_lightning.memory.simulator.journal import Journal, Outcome
 from ctdr_lightning.memory.simulator.prepared import Prepared, prepared
 from ctdr_lightning.memory.simulator.timeline import Segments, Timeline, segments_of
-from ctdr_lightning.memory.simulator.transfers import Transfers, Trip, play, tick_seconds
+from ctdr_lightning.memory.simulator.transfers import Lanes, Transfers, Trip, tick_seconds
 from ctdr_lightning.memory.traces.trace import Trace
 
 # Effects of groups that are remembered: a search tries the same few changes over and over. Not tuned.
 MEMO_SIZE = 10_000
 # A change without any group takes as long as ten values in groups: attaching, settling, taking back.
 WORK_OF_A_CHANGE = 10
+# A value's way to another place and back took 10 to 20 us, and so did the clock without any.
+WORK_OF_A_TRIP = 2
 
 
 class Simulator:
@@ -42,7 +43,7 @@ class Simulator:
 
     Args:
         step: The step; prepared where several simulators share it.
-        actions: What to start from; nothing is dropped where it says nothing.
+        actions: Actions to start from; values without one keep their default.
     """
 
     def __init__(self, step: Trace | Prepared, actions: Actions | None = None) -> None:
@@ -63,7 +64,7 @@ class Simulator:
         self._away: dict[int, Away] = {}
         self._parts: dict[int, AwayEffect] = {}
         self._users: dict[str, int] = {}
-        self._transfers: Transfers | None = None
+        self._lanes: Lanes | None = None
         self._plain_s = trace.seconds
         self._recompute_s = 0.0
         self._ends = list(step.plain_ends)
@@ -74,22 +75,22 @@ class Simulator:
 
     @property
     def seconds(self) -> float:
-        """Time of the step as it stands; with transfers, after they were played."""
+        """Time of the present step; with transfers, after they were played."""
         return self._plain_s + self._recompute_s + self._waits_s()
 
     @property
     def recompute_seconds(self) -> float:
-        """Time of the replays and codecs as they stand."""
+        """Time of the present replays and codecs."""
         return self._recompute_s
 
     @property
     def peak_bytes(self) -> int:
-        """Peak of the step as it stands."""
+        """Peak of the present step."""
         return int(self._bytes.max(initial=self.trace.resident_bytes))
 
     @property
     def work(self) -> int:
-        """How much was simulated so far: a measure of time that is the same on every machine.
+        """Amount of simulation so far: a measure of time that is the same on every machine.
 
         It counts changes, values looked at in their groups, and ops played; one unit took 5 to 10 us where tried.
         """
@@ -120,14 +121,23 @@ class Simulator:
         self._revert()
 
     def trial(self, actions: Actions) -> Outcome:
-        """What a change would do. Nothing is changed, but a change before it can no longer be undone."""
+        """Outcome of a change, without making it; a change before it can no longer be undone.
+
+        Waits for transfers count where the change takes one away; those of one more are left to who settles its ticks.
+        """
+        moved = any(isinstance(self._away.get(v), Offload) for v in actions)
+        waits_s, lanes = self._waits_s() if moved else 0.0, self._lanes
         self._alter(actions)
-        found = Outcome(self._recompute_s - self._journal.seconds, segments_of(self._journal.steps))
+        seconds = self._recompute_s - self._journal.seconds
+        if waits_s:
+            seconds += self._waits_s() - waits_s
+        found = Outcome(seconds, segments_of(self._journal.steps))
         self._revert()
+        self._lanes = lanes
         return found
 
     def timeline(self) -> Timeline:
-        """A picture of the step as it stands."""
+        """A picture of the present step."""
         effects = self._effects.values()
         return Timeline(
             self.trace,
@@ -142,28 +152,31 @@ class Simulator:
         )
 
     def effects(self) -> tuple[list[Effect], list[AwayEffect]]:
-        """What each group of dropped values does as they stand, and what each value does that is put away."""
+        """The effect of each present group of dropped values, and of each value that is put away."""
         return list(self._effects.values()), list(self._parts.values())
 
     def transfers(self) -> Transfers:
         """When each value that is put away elsewhere moves, and how long the step waits for it."""
-        if self._transfers is None:
+        return self._played_lanes().transfers()
+
+    def _played_lanes(self) -> Lanes:
+        if self._lanes is None:
             trips = [
-                Trip(value, action, self.needed(value)[0])
+                Trip(value, action, self._parts[value].needed)
                 for value, action in self._away.items()
                 if isinstance(action, Offload) and value in self._parts
             ]
-            self._transfers = play(self.trace, trips, self._extra_seconds())
-        return self._transfers
+            self._lanes = Lanes(self.trace, trips, self._extra_seconds())
+            self._played += WORK_OF_A_TRIP * (1 + len(trips))
+        return self._lanes
 
     def _extra_seconds(self) -> list[tuple[int, float]]:
-        """``(tick, seconds)`` of replays, codecs and what transfers take of the step's computing."""
+        """``(tick, seconds)`` of replays, codecs and the transfers' share of the step's compute time."""
         found = [(tick, s) for e in self._effects.values() for tick, s, _ in e.replays]
         for value, parts in self._parts.items():
-            tick = self.needed(value)[0]
             found.append((self.trace.ops[self.index.op_of[value]].tick, parts.seconds - parts.decode_s))
-            if tick is not None:
-                found.append((tick, parts.decode_s))
+            if parts.needed is not None:
+                found.append((parts.needed, parts.decode_s))
         return found
 
     def base_starts_s(self) -> np.ndarray:
@@ -173,7 +186,7 @@ class Simulator:
     def _waits_s(self) -> float:
         if not any(isinstance(action, Offload) for action in self._away.values()):
             return 0.0
-        return self.transfers().waits_s
+        return self._played_lanes().waits_s
 
     def _alter(self, actions: Actions) -> None:
         groups = self._groups
@@ -190,7 +203,7 @@ class Simulator:
             self._regroup()
         if journal.away:
             self._settle({self.trace.values[v].storage for v in journal.away})
-        self._transfers = None
+        self._lanes = None
 
     def _revert(self) -> None:
         journal, self._journal = self._journal, Journal({}, self._recompute_s)
@@ -219,7 +232,7 @@ class Simulator:
                 self._parts.pop(value, None)
             else:
                 self._parts[value] = parts
-        self._transfers = None
+        self._lanes = None
         self._recompute_s = journal.seconds
 
     def _put_away(self, value: int) -> None:
@@ -262,7 +275,7 @@ class Simulator:
         return min(ticks, default=None), until
 
     def _settle_away(self, value: int) -> int | None:
-        """Bring what is held in a value's place up to date. Returns until when its own memory is held for its sake."""
+        """Update the bytes held for a value that is away. Returns the last tick at which its own memory is held."""
         action, old = self._away.get(value), self._parts.get(value)
         if action is not None and keeps_sign_alone(action) and self._needs[value]:
             action = None  # a replay reads it: it is kept
@@ -283,12 +296,12 @@ class Simulator:
             self._parts[value] = new
 
     def _flags(self, value: int) -> Flags:
-        """Whether a value is dropped, and whether a replay that passes it leaves it behind."""
+        """Flags of a value: whether it is dropped, and whether a replay that passes it leaves it behind."""
         action = action_of(self.trace, self.actions, value)
         return (True, action.stays) if isinstance(action, Recompute) else (False, True)
 
     def _regroup(self) -> None:
-        """Exchange the groups that the last change of flags concerns, and settle what they hold."""
+        """Exchange the groups that the last change of flags concerns, and settle the storages that they hold."""
         journal, groups, saved = self._journal, self._groups, self.index.saved
         gone, made = groups.regroup(journal.flags)
         self._played += WORK_OF_A_CHANGE
@@ -344,7 +357,7 @@ class Simulator:
         self._recompute_s += sign * effect.seconds
 
     def _step(self, first: int, last: int, n_bytes: int) -> None:
-        """Note that so many more bytes are live from ``first`` to ``last``; what cancels out costs nothing more."""
+        """Note that so many more bytes are live from ``first`` to ``last``; notes that cancel out cost nothing more."""
         steps = self._journal.steps
         steps[first] = steps.get(first, 0) + n_bytes
         steps[last + 1] = steps.get(last + 1, 0) - n_bytes
@@ -354,7 +367,7 @@ class Simulator:
             self._bytes[first:end] += sign * n_bytes
 
     def _settle(self, storages: Iterable[int]) -> None:
-        """Bring the ends of storages up to date: what the program, autograd's handles and the replays hold."""
+        """Update the ends of storages, which the program, autograd's handles and replays hold."""
         for index in storages:
             storage = self.trace.storages[index]
             if storage.born < 0:
@@ -374,26 +387,3 @@ class Simulator:
                 self._journal.ends.append((index, old))
                 self._ends[index] = end
                 self._step(old + 1, end, storage.n_bytes)
-
-
-class HasActions(Protocol):
-    """A plan, as far as the simulator looks at it."""
-
-    @property
-    def actions(self) -> Actions:
-        """From value id to action."""
-        ...
-
-
-def simulate(step: Trace | Prepared, plan: HasActions | Actions | None = None) -> Timeline:
-    """Predict a step under a plan.
-
-    Args:
-        step: The recorded step.
-        plan: A plan, or actions by value id; None for the plain step.
-
-    Returns:
-        The timeline: ``peak_bytes``, ``seconds``, ``recompute_seconds``, the bytes at each tick.
-    """
-    actions = plan if plan is None or isinstance(plan, Mapping) else plan.actions
-    return Simulator(step, actions).timeline()

@@ -1,4 +1,4 @@
-"""What a step takes, over its time: bytes, seconds, and who holds the peak."""
+"""Cost of a step over its time: bytes, seconds, and the tensors at the peak."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ctdr_lightning.memory.plans.actions import Action
+from ctdr_lightning.memory.simulator.actions import Action
 from ctdr_lightning.memory.simulator.transfers import Transfers
 from ctdr_lightning.memory.traces.trace import Trace
 
@@ -23,14 +23,15 @@ class Timeline:
 
     Attributes:
         trace: The step.
-        actions: What was done to its values.
+        actions: The actions for its values.
         bytes_at: Live bytes at each tick, replays' own peaks included, weights included; shape ``(n_ticks,)``.
         seconds: Time of all ops, replays and codecs, and of waiting for transfers.
         recompute_seconds: Time of the replays and codecs alone.
-        replays: How many replays there were.
-        ends: Last tick at which each storage is live as first made; what replays leave behind is in ``returns``.
-        returns: ``(first tick, last tick, bytes)`` of what replays left behind.
-        transfers: When what is put away elsewhere moves, and how long the step waits for it.
+        replays: Number of replays.
+        ends: Last tick at which each storage is live as first made; outputs that replays leave behind are in
+            ``returns``.
+        returns: ``(first tick, last tick, bytes)`` of outputs that replays left behind.
+        transfers: Times at which offloaded values move, and the step's waits for them.
     """
 
     trace: Trace

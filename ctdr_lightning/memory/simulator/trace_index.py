@@ -8,11 +8,11 @@ UNPACK, RELEASE = 0, 1
 
 
 class TraceIndex:
-    """What playing a backward needs of a trace, as plain lists: it is played very often.
+    """The data of a trace that playing a backward needs, as plain lists, because it is played very often.
 
     Attributes:
         n_ticks: Length of the time axis.
-        seconds: For each op what it takes to run it once more.
+        seconds: For each op the time to run it once more.
         temps: For each op its workspace.
         sources: For each op the values that it reads.
         made: For each op the values that it makes (a view makes none).

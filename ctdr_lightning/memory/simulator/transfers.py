@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ctdr_lightning.memory.plans.actions import Offload
+from ctdr_lightning.memory.simulator.actions import Offload
 from ctdr_lightning.memory.simulator.away import away_bytes, link_to
-from ctdr_lightning.memory.traces.machine import Link
 from ctdr_lightning.memory.traces.trace import Trace
 
 
@@ -79,119 +78,108 @@ class Transfers:
 
 
 def tick_seconds(trace: Trace, extra: Iterable[tuple[int, float]] = ()) -> np.ndarray:
-    """How long each tick takes without waits; shape ``(n_ticks,)``.
+    """Duration of each tick without waits; shape ``(n_ticks,)``.
 
     Args:
         trace: The recorded step.
         extra: ``(tick, seconds)`` of replays and codecs.
     """
-    seconds = np.zeros(trace.n_ticks)
-    for op in trace.ops:
-        seconds[op.tick] += op.seconds
+    seconds = trace.once("tick_seconds", lambda: _own_seconds(trace)).copy()
     for tick, spent in extra:
         seconds[tick] += spent
     return seconds
 
 
-class _Lane:
-    """Transfers over one link in one direction, one after the other."""
-
-    def __init__(self) -> None:
-        self.free_s = 0.0
-
-    def run(self, asked_s: float, seconds: float, after_s: float = 0.0) -> tuple[float, float]:
-        """Returns when a transfer begins and ends."""
-        begin = max(asked_s, self.free_s, after_s)
-        self.free_s = begin + seconds
-        return begin, self.free_s
+def _own_seconds(trace: Trace) -> np.ndarray:
+    seconds = np.zeros(trace.n_ticks)
+    for op in trace.ops:
+        seconds[op.tick] += op.seconds
+    return seconds
 
 
-class _Player:
-    """The lanes, the clock's delay, and what is under way."""
-
-    def __init__(self, trace: Trace, trips: Sequence[Trip]) -> None:
-        self._trace = trace
-        self._links: dict[str, Link] = {trip.action.to: link_to(trace, trip.action.to) for trip in trips}
-        self._bytes = {trip.value: away_bytes(trace, trip.value, trip.action.codecs) for trip in trips}
-        self._out = {name: _Lane() for name in self._links}
-        self._in = {name: self._out[name] if link.shared else _Lane() for name, link in self._links.items()}
-        self._moves: list[Transfer] = []
-        self._write: dict[int, int] = {}
-        self._read: dict[int, int] = {}
-        self.delay_s = 0.0
-
-    def send(self, trip: Trip, now_s: float) -> None:
-        """A write is asked for."""
-        n_bytes, to = self._bytes[trip.value], trip.action.to
-        begin_s, end_s = self._out[to].run(now_s, self._links[to].seconds(n_bytes)[0])
-        self._write[trip.value] = len(self._moves)
-        self._moves.append(Transfer(trip.value, to, True, n_bytes, now_s, begin_s, end_s))
-
-    def want_gone(self, trip: Trip, now_s: float) -> None:
-        """The step waits for a write."""
-        self._wait(self._write[trip.value], now_s)
-
-    def ask_back(self, trip: Trip, now_s: float) -> None:
-        """A read is asked for."""
-        n_bytes, to = self._bytes[trip.value], trip.action.to
-        written_s = self._moves[self._write[trip.value]].end_s
-        begin_s, end_s = self._in[to].run(now_s, self._links[to].seconds(n_bytes)[1], written_s)
-        self._read[trip.value] = len(self._moves)
-        self._moves.append(Transfer(trip.value, to, False, n_bytes, now_s, begin_s, end_s))
-
-    def need(self, trip: Trip, now_s: float) -> None:
-        """The step waits for a read."""
-        self._wait(self._read[trip.value], now_s)
-
-    def _wait(self, index: int, now_s: float) -> None:
-        move = self._moves[index]
-        wait_s = max(move.end_s - now_s, 0.0)
-        self.delay_s += wait_s
-        self._moves[index] = Transfer(
-            move.value, move.link, move.out, move.n_bytes, move.asked_s, move.begin_s, move.end_s, wait_s
-        )
-
-    def found(self, starts_s: np.ndarray) -> Transfers:
-        """What was played."""
-        return Transfers(tuple(self._moves), self.delay_s, starts_s)
-
-
-# At one tick: first what its op left behind goes, then the step waits for what must be gone, and only at the beginning
-# of a later tick is anything asked back or needed.
+# At one tick: first its op's outputs are sent, then the step waits for values that must be gone, and only at the
+# beginning of a later tick is anything asked back or needed.
 _BACK, _NEED, _SEND, _GONE = 0, 1, 2, 3
 
 
-def play(trace: Trace, trips: Sequence[Trip], extra: Iterable[tuple[int, float]] = ()) -> Transfers:
-    """Play the transfers of a step.
+class Lanes:
+    """The lanes while a step is played: when each transfer is asked for, begins and ends.
 
     Args:
         trace: The recorded step, with its links.
-        trips: What is put away elsewhere, its ticks settled by ``scheduled``.
+        trips: The offloaded values, their ticks settled by ``scheduled``.
         extra: ``(tick, seconds)`` of replays and codecs.
+
+    Attributes:
+        waits_s: Time that the step waits for transfers.
     """
-    starts_s = np.concatenate([[0.0], np.cumsum(tick_seconds(trace, extra))])
-    if not trips:
-        return Transfers(starts_s=starts_s)
-    player = _Player(trace, trips)
-    delays = np.zeros(len(starts_s))
-    act = {_BACK: player.ask_back, _NEED: player.need, _SEND: player.send, _GONE: player.want_gone}
-    for tick, kind, _, trip in sorted(_events(trace, trips), key=lambda e: e[:3]):
-        before_s = player.delay_s
-        at = tick if kind in (_BACK, _NEED) else tick + 1  # after an op is before the next tick
-        act[kind](trip, float(starts_s[at]) + before_s)
-        delays[at] += player.delay_s - before_s
-    return player.found(starts_s + np.cumsum(delays))
+
+    def __init__(self, trace: Trace, trips: Sequence[Trip], extra: Iterable[tuple[int, float]] = ()) -> None:
+        self._trips = trips
+        self._costs = [_cost(trace, trip) for trip in trips]
+        self._starts_s = np.concatenate([[0.0], np.cumsum(tick_seconds(trace, extra))])
+        self._shared = {link.to for link in trace.links if link.shared}
+        self._free_s: dict[tuple[str, bool], float] = {}
+        self._moves: list[tuple[int, bool, float, float, float]] = []
+        self._ends: dict[tuple[int, bool], float] = {}
+        self._waits: dict[tuple[int, bool], float] = {}
+        self.waits_s = 0.0
+        self._delays = np.zeros(len(self._starts_s))
+        if trips:
+            self._play(sorted(_events(trace, trips)))
+
+    def _play(self, events: Iterable[tuple[int, int, int, int]]) -> None:
+        starts_s, ends = self._starts_s, self._ends
+        for tick, kind, _, trip in events:
+            at = tick + (kind in (_SEND, _GONE))  # after an op is before the next tick
+            now_s = float(starts_s[at]) + self.waits_s
+            if kind == _SEND:
+                self._move(trip, True, now_s, now_s)
+            elif kind == _BACK:
+                self._move(trip, False, now_s, max(now_s, ends[trip, True]))
+            elif (wait_s := ends[trip, kind == _GONE] - now_s) > 0.0:
+                self._waits[trip, kind == _GONE] = wait_s
+                self.waits_s += wait_s
+                self._delays[at] += wait_s
+
+    def _move(self, trip: int, out: bool, asked_s: float, ready_s: float) -> None:
+        to = self._trips[trip].action.to
+        lane = (to, out or to in self._shared)
+        begin_s = max(ready_s, self._free_s.get(lane, 0.0))
+        end_s = begin_s + self._costs[trip][1 if out else 2]
+        self._free_s[lane] = self._ends[trip, out] = end_s
+        self._moves.append((trip, out, asked_s, begin_s, end_s))
+
+    def transfers(self) -> Transfers:
+        """The moves, in the order of their requests."""
+        moves = tuple(self._transfer(*move) for move in self._moves)
+        return Transfers(moves, self.waits_s, self._starts_s + np.cumsum(self._delays))
+
+    def _transfer(self, trip: int, out: bool, asked_s: float, begin_s: float, end_s: float) -> Transfer:
+        value, to, n_bytes = self._trips[trip].value, self._trips[trip].action.to, self._costs[trip][0]
+        return Transfer(value, to, out, n_bytes, asked_s, begin_s, end_s, self._waits.get((trip, out), 0.0))
 
 
-def _events(trace: Trace, trips: Sequence[Trip]) -> Iterable[tuple[int, int, int, Trip]]:
+def _cost(trace: Trace, trip: Trip) -> tuple[int, float, float]:
+    """Bytes that a trip moves, and its seconds out and back."""
+    known: dict[tuple[int, str, tuple[str, ...]], tuple[int, float, float]] = trace.once("trips", dict)
+    key = (trip.value, trip.action.to, trip.action.codecs)
+    if key not in known:
+        n_bytes = away_bytes(trace, trip.value, trip.action.codecs)
+        known[key] = (n_bytes, *link_to(trace, trip.action.to).seconds(n_bytes))
+    return known[key]
+
+
+def _events(trace: Trace, trips: Sequence[Trip]) -> Iterable[tuple[int, int, int, int]]:
+    """``(tick, kind, value, place of the trip)``, in any order."""
     last = trace.ops[trace.forward_ops[-1]].tick
-    for trip in trips:
+    for place, trip in enumerate(trips):
         made = trace.ops[trace.values[trip.value].op].tick
         out = max(trip.action.out_at, made)
         gone = max(trip.action.gone_by if trip.action.gone_by >= 0 else last, out)
-        yield out, _SEND, trip.value, trip
-        yield gone, _GONE, trip.value, trip
+        yield out, _SEND, trip.value, place
+        yield gone, _GONE, trip.value, place
         if trip.needed is not None:
             back = trip.needed if trip.action.back_at < 0 else min(trip.action.back_at, trip.needed)
-            yield max(back, gone + 1), _BACK, trip.value, trip
-            yield max(trip.needed, gone + 1), _NEED, trip.value, trip
+            yield max(back, gone + 1), _BACK, trip.value, place
+            yield max(trip.needed, gone + 1), _NEED, trip.value, place

@@ -1,11 +1,9 @@
-"""How long an op took: wall time on a CPU, events with one synchronisation in all on a GPU, a model for fakes."""
+"""Time of an op: wall time on a CPU, a model's for fakes. `CudaClock` times a GPU's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Protocol
-
-import torch
 
 from ctdr_lightning.basics.thread_clock import computing_clock
 from ctdr_lightning.basics.torch_private import OpOverload
@@ -17,11 +15,11 @@ class Clock(Protocol):
     """Runs calls and times them."""
 
     def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Timed:
-        """Run a call; returns its result, its seconds (or an index into ``seconds()``) and its workspace in bytes."""
+        """Run a call; returns its result, its seconds or a negative number for ``seconds()``, and its workspace."""
         ...
 
     def seconds(self, measured: float) -> float:
-        """The true seconds behind what ``run`` returned, once the step is over."""
+        """The true seconds behind the result of ``run``, once the step is over."""
         ...
 
 
@@ -41,34 +39,6 @@ class CpuClock:
     def seconds(self, measured: float) -> float:
         """Seconds are known at once on a CPU."""
         return measured
-
-
-class CudaClock:
-    """A pair of CUDA events around each call, read after one synchronisation; workspace from the allocator."""
-
-    def __init__(self) -> None:
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._synchronised = False
-
-    def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Timed:
-        """Run a call between two events; the time returned is the pair's index."""
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        start.record()
-        out = func(*args, **kwargs)
-        end.record()
-        temp = torch.cuda.max_memory_allocated() - max(before, torch.cuda.memory_allocated())
-        self._events.append((start, end))
-        return out, float(len(self._events) - 1), temp
-
-    def seconds(self, measured: float) -> float:
-        """Elapsed time of the pair, after one synchronisation in all."""
-        if not self._synchronised:
-            torch.cuda.synchronize()
-            self._synchronised = True
-        start, end = self._events[int(measured)]
-        return start.elapsed_time(end) / 1e3
 
 
 class ModelClock:

@@ -1,7 +1,7 @@
 """Holds Python's garbage collector back while a forward builds the tape's graph.
 
-A captured call is about ten objects that live until the backward. The collector, which counts what is made and not
-freed, takes that for a leak: it would look through every object of the program every few steps, for more time than the
+A captured call is about ten objects that live until the backward. The collector counts allocations without releases
+and takes that for a leak: it would look through every object of the program every few steps, for more time than the
 tape itself needs. Nothing here waits for it, as the graph has no cycles.
 """
 

@@ -1,6 +1,6 @@
 """Sends values away and asks them back at the plan's ticks, for one step.
 
-The forward's ticks are its ops, the backward's are bells: unpacks of what the tape handed out itself. Memory is taken
+The forward's ticks are its ops, the backward's are bells: unpacks of the tape's own handles. Memory is taken
 and given back at these ticks alone, so that a step's peak is the plan's however fast a link is.
 """
 
@@ -12,11 +12,12 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from ctdr_lightning.memory.codecs import CODECS
 from ctdr_lightning.memory.holders.away import AwayTensor
 from ctdr_lightning.memory.holders.base import Holder
-from ctdr_lightning.memory.plans.actions import Away, Offload
+from ctdr_lightning.memory.simulator.actions import Away, Offload, keeps_sign_alone
 from ctdr_lightning.memory.values.tensors import alias_of
-from ctdr_lightning.memory.values.value import Handle, Held, Value
+from ctdr_lightning.memory.values.value import ABOUT, EXACT, SIGNS, Handle, Held, Value
 
 
 class Belled:
@@ -55,6 +56,7 @@ class Courier:
             written: Whether the op wrote it in place, so that its version is about to rise.
         """
         action = self._actions[identity]
+        value.identity, value.comes_back = identity, _comes_back(action)
         value.stays_while_awaited = value.hold = False
         value.node, value.leaves = None, True
         if not isinstance(action, Offload):
@@ -70,7 +72,7 @@ class Courier:
             self._send(value, action, tensor)
 
     def passed(self, tick: int) -> None:
-        """The forward op at ``tick`` has run: send what goes now, and wait for what must be gone."""
+        """The forward op at ``tick`` has run: send the values due now, and wait for those that must be gone."""
         for ref, action in self._to_send.pop(tick, ()):
             value = ref()
             tensor = value.get() if value is not None else None
@@ -80,7 +82,7 @@ class Courier:
             _leave(ref())
 
     def forward_done(self) -> None:
-        """The forward is over, or goes on without a plan: what is under way is waited for, the rest stays."""
+        """The forward is over, or goes on without a plan: wait for pending transfers; the rest stays."""
         self._to_send.clear()
         for refs in self._to_leave.values():
             for ref in refs:
@@ -89,7 +91,7 @@ class Courier:
         self._to_return.sort(key=lambda entry: -entry[0])
 
     def rings(self, tick: int) -> None:
-        """The backward has come to ``tick``: ask back what must be on its way by now."""
+        """The backward has come to ``tick``: ask back the values that must be on their way by now."""
         while self._to_return and self._to_return[-1][0] <= tick:
             value = self._to_return.pop()[1]()
             if value is not None and value.away is not None:
@@ -100,6 +102,12 @@ class Courier:
         if action.codecs:
             value.tensor = None
         self._to_leave[action.gone_by].append(weakref.ref(value))
+
+
+def _comes_back(action: Away) -> str:
+    if keeps_sign_alone(action):
+        return SIGNS
+    return EXACT if all(CODECS[name].exact for name in action.codecs) else ABOUT
 
 
 def _leave(value: Value | None) -> None:

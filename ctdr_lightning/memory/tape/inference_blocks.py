@@ -1,7 +1,7 @@
-"""Whether the forward is inside a block of ``torch.inference_mode``.
+"""Detection of blocks of ``torch.inference_mode`` in the forward.
 
 Such a block restores the dispatcher's state when it ends. A dispatch mode that left the stack or came back in between
-would stand there with the wrong state: torch then fails with an internal assert in the next op. So whoever moves a mode
+would be there with the wrong state: torch then fails with an internal assert in the next op. So whoever moves a mode
 must know of the block, also of ``inference_mode(False)``, which ``torch.is_inference_mode_enabled`` does not show.
 """
 

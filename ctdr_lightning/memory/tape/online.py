@@ -19,23 +19,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ctdr_lightning.basics.devices import DeviceModel, model_of
+from ctdr_lightning.basics.gpu_memory import counts
 from ctdr_lightning.basics.registry import Registry
 from ctdr_lightning.basics.torch_private import OpOverload
-from ctdr_lightning.memory.search.evicted import SMALL_SHARE, EvictedSet
+from ctdr_lightning.memory.simulator.evicted import SMALL_SHARE, EvictedSet
 from ctdr_lightning.memory.tape.clock import Clock, Timed
+from ctdr_lightning.memory.tape.verifier import Verifier
 from ctdr_lightning.memory.values.live_bytes import LiveBytes
+from ctdr_lightning.memory.values.op_seconds import op_seconds
 from ctdr_lightning.memory.values.op_traits import traits
 from ctdr_lightning.memory.values.replay import hold_for_views, materialize
 from ctdr_lightning.memory.values.tensors import alias_of
-from ctdr_lightning.memory.values.value import Node, Value
+from ctdr_lightning.memory.values.value import Node, Value, root_of
 from ctdr_lightning.memory.values.value_table import ValueTable
 
 Cost = Callable[["Evictable"], float]
 COSTS: Registry[Cost] = Registry("DTR cost")
+# Kept free on a GPU from the first op on: cuDNN takes its workspace inside an op, before its size can be seen. Chosen,
+# not tuned.
+WORKSPACE_SHARE = 0.05
 
 
 class Evictable:
-    """What the chooser knows of a value: size, cost, last access, neighbours."""
+    """The chooser's view of a value: size, cost, last access, neighbours."""
 
     __slots__ = ("children", "evicted", "family", "last", "n_bytes", "value")
 
@@ -101,8 +108,8 @@ class Online:
     """The tape without a plan: every call that may be replayed is captured, every saved value can be evicted.
 
     Args:
-        evictor: Chooses what to evict.
-        table: Where live tensors find their values.
+        evictor: Chooses the values to evict.
+        table: The values of live tensors.
     """
 
     def __init__(self, evictor: Evictor, table: ValueTable) -> None:
@@ -110,38 +117,56 @@ class Online:
         self._table = table
 
     def call(self, func: OpOverload, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], clock: Clock) -> Timed:
-        """Run an op, capture it, make room. Returns what the clock returned."""
+        """Run an op, capture it, make room. Returns the clock's result."""
         node = self._table.capture(func, index, args, kwargs)
         if traits(func).writes:
             self._table.overwrites(func, args, kwargs)
-        timed = clock.run(func, args, kwargs)
-        made = self._table.bind(node, timed[0]) if node is not None else []
-        self.evictor.ran(node, [value for value in made if value is not None], timed[0], timed[1])
-        return timed
+        out, measured, temp_bytes = clock.run(func, args, kwargs)
+        made = self._table.bind(node, out) if node is not None else []
+        seconds = self.evictor.cost_of(measured, func, args, kwargs, out)
+        self.evictor.ran(node, [value for value in made if value is not None], out, seconds, temp_bytes)
+        return out, measured, temp_bytes
 
     def pack(self, tensor: Tensor) -> Value:
         """The value of a tensor that autograd saves, held but evictable."""
         value = self._table.known(tensor)
         if value is None:
             return Value.holding(tensor)
+        root = root_of(value)
         hold_for_views(value)
+        if self.evictor.verifier is not None and root.node is not None:
+            self.evictor.verifier.saved(value, tensor, int(root.node.index))
         self.evictor.keep(value, alias_of(tensor))
         return value
 
 
+def _calls_behind(value: Value) -> Iterator[int]:
+    """Indices of the calls that would run to make a value again, were it dropped."""
+    stack, seen = [value], {value}
+    while stack:
+        node = stack.pop().node
+        if node is not None:
+            yield int(node.index)
+            sources = [s for s in node.sources() if s not in seen and s.get() is None]
+            seen.update(sources)
+            stack += sources
+
+
 class Evictor:
-    """Keeps what a step allocates under a budget by evicting saved values; the tape makes them again.
+    """Keeps a step's allocations under a budget by evicting saved values; the tape makes them again.
 
     Args:
-        budget_bytes: Live bytes, of what the step itself allocates, not to be exceeded.
+        budget_bytes: Limit of the live bytes that the step itself allocates.
         cost: Name of the cost in DTR's heuristic.
         seed: Seed of the candidate sampling.
         reserve_bytes: Kept free for the next op, as far as is known before the first.
 
     Attributes:
         evictions: How many values were evicted.
-        reserve_bytes: Kept free for the next op: as much as any op has made so far.
-        replayed: How many values were made again and held.
+        reserve_bytes: Kept free for the next op: as much as any op has made so far, its workspace included.
+        replayed: Number of values that were replayed and held.
+        verifier: Compares values that come back with the saved contents; None verifies nothing.
+        unrepeatable: Indices of the calls that may not run again, as far as the step has shown.
     """
 
     def __init__(self, budget_bytes: int, cost: str = "eq", seed: int = 0, reserve_bytes: int = 0) -> None:
@@ -154,25 +179,46 @@ class Evictor:
         self._held: dict[int, Evictable] = {}
         self._now = 0
         self.reserve_bytes = reserve_bytes
-        self._cuda_base = 0
+        self._gpu: DeviceModel | None = None
+        self._device: torch.device | None = None
+        self._base_bytes = 0
+        self.verifier: Verifier | None = None
+        self.unrepeatable: Callable[[], frozenset[int]] = frozenset
 
     @property
     def counts(self) -> bool:
-        """Whether it must see every op to know what is live; a GPU's allocator tells."""
-        return not self._cuda_base
+        """Whether it must see every op to count live bytes; on a GPU the allocator counts them."""
+        return self._gpu is None
 
     def __enter__(self) -> Evictor:
         self.live.__enter__()
-        self._cuda_base = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
         return self
+
+    def on(self, device: torch.device) -> None:
+        """The step runs on this device: from now on a GPU's allocator counts, and a model of the GPU tells the costs.
+
+        Args:
+            device: That of the step's tensors.
+        """
+        if device.type != "cuda" or not torch.cuda.is_initialized():
+            return
+        self._gpu, self._device = model_of(device), device
+        self._base_bytes = counts(device).allocated - self.live.now
+        self.reserve_bytes = max(self.reserve_bytes, int(WORKSPACE_SHARE * self.budget_bytes))
+
+    def cost_of(
+        self, measured: float, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> float:
+        """Seconds of a call that has run; on a GPU modelled, as its host knows only when it handed the call over."""
+        return measured if self._gpu is None else op_seconds(self._gpu, func, args, kwargs, out)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.live.__exit__(kind, error, tb)
 
-    def ran(self, node: Node | None, made: list[Value], out: Any, seconds: float) -> None:
-        """An op has run: count its outputs, remember what it made, make room."""
+    def ran(self, node: Node | None, made: list[Value], out: Any, seconds: float, temp_bytes: int = 0) -> None:
+        """An op has run: count its outputs, remember its values, make room."""
         self._now += 1
-        self.track(out)
+        self.track(out, temp_bytes)
         if node is not None:
             node.seconds = seconds
             for source in node.sources():
@@ -194,12 +240,12 @@ class Evictor:
                     value.eviction.join_family(base)
         self.make_room()
 
-    def track(self, out: Any) -> None:
-        """Count what an op has made; room for as much again is kept free for the next one."""
+    def track(self, out: Any, temp_bytes: int = 0) -> None:
+        """Count an op's outputs; room for as much again, and its workspace, is kept free for the next one."""
         outs = out if type(out) in (tuple, list) else (out,)
         before = self.live.now
         self.live.track(outs)
-        self.reserve_bytes = max(self.reserve_bytes, self.live.now - before)
+        self.reserve_bytes = max(self.reserve_bytes, self.live.now - before + temp_bytes)
 
     def keep(self, value: Value, tensor: Tensor) -> None:
         """Hold a value that was saved or made again, but so that it can be evicted (again)."""
@@ -212,34 +258,48 @@ class Evictor:
         self._held[id(value)] = value.eviction
 
     def fetch(self, value: Value) -> Tensor:
-        """A saved value's tensor; what a replay passes is held again as far as the budget allows."""
+        """A saved value's tensor; values that a replay passes are held again as far as the budget allows."""
         self._now += 1
         if value.eviction is not None:
             value.eviction.last = self._now
         tensor = materialize(value, self._keep_replayed)
+        if self.verifier is not None:
+            self.verifier.returned(value, tensor)
         self.make_room()
         return tensor
 
     def _keep_replayed(self, value: Value, tensor: Tensor) -> None:
         self._now += 1
         self.replayed += 1
+        if self.verifier is not None:
+            self.verifier.returned(value, tensor)
         self.keep(value, tensor)
         self.make_room()
 
     def live_bytes(self) -> int:
-        """What the step has allocated and not freed."""
-        return torch.cuda.memory_allocated() - self._cuda_base if self._cuda_base else self.live.now
+        """Bytes that the step has allocated and not freed."""
+        return self.live.now if self._gpu is None else counts(self._device).allocated - self._base_bytes
+
+    @property
+    def excess_bytes(self) -> int:
+        """By how much the step broke the budget so far."""
+        return max(self.live.peak - self.budget_bytes, 0)
 
     def make_room(self) -> None:
         """Evict until the live bytes are under the budget or nothing is left to evict."""
+        if self.live_bytes() + self.reserve_bytes <= self.budget_bytes:
+            return
+        unrepeatable = self.unrepeatable()
         while self.live_bytes() + self.reserve_bytes > self.budget_bytes:
-            victim = self._choose()
+            victim = self._choose(unrepeatable)
             if victim is None:
                 return
             self.evict(victim)
 
-    def _choose(self) -> Value | None:
+    def _choose(self, unrepeatable: frozenset[int]) -> Value | None:
         found = [(c, v) for c in self._candidates() if (v := c.value()) is not None]
+        if unrepeatable:
+            found = [(c, v) for c, v in found if unrepeatable.isdisjoint(_calls_behind(v))]
         if not found:
             return None
         least = SMALL_SHARE * sum(c.n_bytes for c, _ in found) / len(found)

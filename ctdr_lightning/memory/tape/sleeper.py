@@ -1,9 +1,9 @@
 """Takes the tape off the dispatch stack while modules run that the plan does not touch.
 
 A dispatch mode costs about 9 us an op even when it does nothing. A *region* is the part of a forward between the start
-of one module's forward and the start of the next. A region is quiet where the plan replays none of its ops and none of
-them writes to a tensor that a replay reads: there the mode leaves the stack, until a busy region starts. Where autograd
-saves a dropped value in a quiet region, the saved-tensor hooks alone stay.
+of one module's forward and the start of the next. A region is quiet if the plan replays no op of it, and
+no op of it writes to a tensor that a replay reads: there the mode leaves the stack, until a busy region starts. Where
+autograd saves a dropped value in a quiet region, the saved-tensor hooks alone stay.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Sleeper:
             self._turn(region)
 
     def _turn(self, region: int) -> None:
-        """Bring the mode and the hooks to what a region needs."""
+        """Put the mode and the hooks on or off the stack as a region needs them."""
         busy = self._regions.busy
         wanted = self.stays_awake or region >= len(busy) or busy[region]
         self._settled = wanted and self.awake

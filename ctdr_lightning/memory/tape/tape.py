@@ -9,7 +9,7 @@ never depend on the plan, only memory and time do.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -17,29 +17,38 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from ctdr_lightning.basics.errors import ReplayError
 from ctdr_lightning.basics.torch_private import (
     OpMode,
     OpOverload,
     graph_task_id,
     pop_dispatch_mode,
     push_dispatch_mode,
-    top_saved_tensors_hooks,
 )
 from ctdr_lightning.memory.holders.away import can_wait
-from ctdr_lightning.memory.holders.base import Holder, Holders
+from ctdr_lightning.memory.holders.base import Holder, HolderOptions, Holders
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.plans.script import ScriptLine
 from ctdr_lightning.memory.tape.clock import CpuClock
 from ctdr_lightning.memory.tape.collector_pause import CollectorPause
 from ctdr_lightning.memory.tape.courier import Belled, Courier
+from ctdr_lightning.memory.tape.hookless_regions import HooklessRegions
+from ctdr_lightning.memory.tape.listener import Listener
 from ctdr_lightning.memory.tape.module_paths import ModulePaths
 from ctdr_lightning.memory.tape.online import Evictor, Online
+from ctdr_lightning.memory.tape.plan_verifier import Give, PlanVerifier, Take, verifier_of
 from ctdr_lightning.memory.tape.sleeper import Sleeper
+from ctdr_lightning.memory.tape.verifier import (
+    NOT_REPEATABLE,
+    Verifier,
+    check_verify,
+)
 from ctdr_lightning.memory.values.batchnorm_again import has_shortcut, take_shortcut
 from ctdr_lightning.memory.values.higher_order import HigherOrderUnseen
 from ctdr_lightning.memory.values.op_traits import pin_reason_of_types, traits
+from ctdr_lightning.memory.values.op_trial import OpTrial
 from ctdr_lightning.memory.values.replay import hold_for_views, unpack
-from ctdr_lightning.memory.values.value import Handle, Held, Value
+from ctdr_lightning.memory.values.value import SIGNS, Handle, Held, SignHandle, Value, root_of
 from ctdr_lightning.memory.values.value_table import ValueTable
 
 # A buffer that a replay reads is copied up to this size, so that the tape may sleep although a step that differs from
@@ -64,7 +73,7 @@ class _Line:
         self.stays = [(stay == "awaited", stay == "needed", stay == "kept") for stay in line.stays]
         self.sends, self.tick, self.bell = line.sends, line.tick, line.bell
         self.away = line.marked or bool(line.sends)
-        if set(line.stays) == {"awaited"}:  # what values do by themselves
+        if set(line.stays) == {"awaited"}:  # the values' default
             self.stays = []
         self.func: OpOverload | None = None
         self.plain = self.writes = self.normalises = False
@@ -79,33 +88,9 @@ class _Line:
 
 def _own_holders(tape: Tape) -> Holders:
     """Holders for one step, closed when nobody holds the tape any more: its graph is gone."""
-    holders = Holders()
+    holders = Holders(HolderOptions(device=tape.plan.trace.device))
     weakref.finalize(tape, holders.close)
     return holders
-
-
-class _Listener:
-    """Our saved-tensor hooks, on top of the stack only while autograd saves something that the plan drops.
-
-    While our hooks are off, autograd saves tensors itself, at no cost to us. If the program has hooks above ours, we
-    leave the stack alone.
-    """
-
-    def __init__(self, hooks: saved_tensors_hooks) -> None:
-        self._hooks = hooks
-        self._below = top_saved_tensors_hooks(True)
-        self._mine = (hooks.pack_hook, hooks.unpack_hook)
-        self.on = False
-
-    def turn(self, on: bool) -> None:
-        """Put the hooks on the stack, or take them off, unless others are above."""
-        if top_saved_tensors_hooks(True) != (self._mine if self.on else self._below):
-            return
-        if on:
-            self._hooks.__enter__()
-        else:
-            self._hooks.__exit__()
-        self.on = on
 
 
 class Tape(OpMode):
@@ -114,9 +99,17 @@ class Tape(OpMode):
     A plan that keeps everything installs nothing.
 
     Args:
-        plan: What to drop, made for this step by ``plan(record(step), ...)``.
-        evictor: Keeps a step that differs from the plan under a budget; without one, what is not planned is held.
-        holders: Where the plan's offloaded values wait; without them the tape makes its own for one step.
+        plan: The plan for this step, made by ``plan(record(step), ...)``.
+        evictor: Keeps a step that differs from the plan under a budget; without one, unplanned values are held.
+        holders: Places for the plan's offloaded values; without them the tape makes its own for one step.
+        verify: Steps in which values that come back are compared with the saved ones: the ``"first"`` under each
+            setting of precision and algorithms and one in 500 after it, ``"always"``, or ``"never"``.
+        settings: Further settings; a step under new ones is verified again.
+        at_once: Whether each value is verified as it comes back, rather than when the backward is over.
+
+    Raises:
+        ConfigError: If ``verify`` is unknown.
+        ReplayError: In the backward of a verified step, when a value came back with other contents.
 
     Attributes:
         diverged: Where the step differed from the plan, in words; empty where it did not.
@@ -133,9 +126,20 @@ class Tape(OpMode):
     # torch refuses a higher-order operator (`torch.cond`, flex_attention) under a mode that does not say it takes them.
     supports_higher_order_operators = True
 
-    def __init__(self, plan: Plan, evictor: Evictor | None = None, holders: Mapping[str, Holder] | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        evictor: Evictor | None = None,
+        holders: Mapping[str, Holder] | None = None,
+        *,
+        verify: str = "first",
+        settings: Hashable = None,
+        at_once: bool = False,
+    ) -> None:
         super().__init__()
         self.plan = plan
+        self._verify, self._settings, self._at_once = check_verify(verify), settings, at_once
+        self._verifier: PlanVerifier | None = None
         self.evictor = evictor
         self.diverged = ""
         self._lines = plan.once("lines", lambda: [_Line(line) for line in plan.script])
@@ -146,20 +150,24 @@ class Tape(OpMode):
         self._pause = CollectorPause()
         self._courier = Courier(plan.away, _own_holders(self) if holders is None else holders) if plan.away else None
         self._unseen = HigherOrderUnseen()
+        self._hookless: HooklessRegions | None = None
         self._clock = CpuClock()
         self._index = 0
         self._counting: Evictor | None = None
-        self._listener: _Listener | None = None
+        self._listener: Listener | None = None
         self._sleeper: Sleeper | None = None
 
     def __enter__(self) -> Tape:
         self._index, self.diverged = 0, ""
         if not self.plan.keeps_all:
-            give = unpack if self.evictor is None else self._unpack_online
-            give = give if self._courier is None else self._unpack_with_bells
-            take = self._pack if self._courier is None else self._pack_with_bells
-            self._listener = _Listener(saved_tensors_hooks(take, give))
+            take, give = self._hooks()
+            self._verifier = verifier_of(self.plan, self._verify, self._settings, at_once=self._at_once)
+            if self._verifier is not None:
+                take, give = self._verifier.around(take, give, lambda: bool(self.diverged))
+            self._listener = Listener(saved_tensors_hooks(take, give))
             if self.evictor is not None:
+                self.evictor.verifier = self._online_verifier()
+                self.evictor.on(torch.device(self.plan.trace.device))
                 self.evictor.__enter__()
                 self._paths.__enter__()
                 self._counting = self.evictor if self.evictor.counts else None
@@ -169,13 +177,28 @@ class Tape(OpMode):
             if self._sleeper is not None:
                 self._sleeper.attach(self)
             self._unseen.__enter__()
+            self._hookless = HooklessRegions(self._listener.bar)
+            self._hookless.__enter__()
             self._pause.__enter__()
         return self
+
+    def _hooks(self) -> tuple[Take, Give]:
+        """Autograd's hooks to save a tensor and to get it back."""
+        if self._courier is not None:
+            return self._pack_with_bells, self._unpack_with_bells
+        return self._pack, unpack if self.evictor is None else self._unpack_online
+
+    def _online_verifier(self) -> Verifier | None:
+        # The values of a step that differs were never recorded, so evicted ones are always verified.
+        return Verifier(lambda wrong, right: _another_graph()) if self._verify != "never" else None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._listener is None:
             return
         self._pause.__exit__(kind, error, tb)
+        if self._hookless is not None:
+            self._hookless.__exit__(kind, error, tb)
+        self._hookless = None  # it knows the listener, and so the tape
         self._unseen.__exit__(kind, error, tb)
         sleeper, self._sleeper = self._sleeper, None
         if sleeper is not None:
@@ -196,6 +219,11 @@ class Tape(OpMode):
             self.diverged = sleeper.difference() if sleeper is not None else ""
             if not self.diverged and any(line.replay or line.sends for line in self._lines[self._index :]):
                 self.diverged = f"the step ended after op {self._index}, the plan expects {len(self._lines)}"
+
+    @property
+    def listens(self) -> bool:
+        """Whether its saved-tensor hooks are on top of all others."""
+        return self._listener is not None and self._listener.on
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -244,22 +272,23 @@ class Tape(OpMode):
         """An op that the plan knows nothing of: evictable where there is a budget, else held."""
         online = self._online
         self._listen(online is not None)
-        if online is None or (types and pin_reason_of_types(tuple(types))):
+        barred = self._listener is not None and self._listener.barred
+        if online is None or barred or (types and pin_reason_of_types(tuple(types))):
             return self._unplanned(func, args, kwargs)
         self._table.unit = self._paths.unit
         return online.call(func, index, args, kwargs, self._clock)[0]
 
     def _saves_by_itself(self, index: int) -> bool:
-        """Whether a detach is autograd's own, which saves an output while we do not listen."""
-        expected = index < len(self._lines) and self._lines[index].name == _DETACH_NAME
-        return not expected and not (self._listener is not None and self._listener.on)
+        """Whether a detach is autograd's own: it saves an output while we do not listen, or wraps a shared tensor."""
+        return not (index < len(self._lines) and self._lines[index].name == _DETACH_NAME)
 
     def _planned(self, line: _Line, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         func, table = line.func, self._table
         assert func is not None
+        ran = self._tried(func, args, kwargs) if line.replay and traits(func).unproven else None
         node = table.capture(func, index, args, kwargs) if line.replay else None
         if node is None:
-            out = self._unplanned(func, args, kwargs)
+            out = self._unplanned(func, args, kwargs) if ran is None else ran
             if line.away:
                 self._put_away(line, out, [])
             return out
@@ -267,7 +296,7 @@ class Tape(OpMode):
             self._sleeper.stays_awake = True
         if line.writes:
             table.overwrites(func, args, kwargs)
-        out = func(*args, **kwargs)
+        out = func(*args, **kwargs) if ran is None else ran
         values = table.bind(node, out)
         if line.normalises and has_shortcut(func, args, out):
             take_shortcut(node, values, out)
@@ -283,8 +312,15 @@ class Tape(OpMode):
             self._diverge(f"op {index} ({line.name}) made {tuple(first.shape)}, the plan expects {line.shape}")
         return out
 
+    def _tried(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run another library's operator that no step of this process has recorded: the plan comes from elsewhere."""
+        trial = OpTrial(func, args, kwargs)
+        out = func(*args, **kwargs)
+        trial.judge(out)
+        return out
+
     def _put_away(self, line: _Line, out: Any, values: Sequence[Value | None]) -> None:
-        """Give the courier what an op has made and is to be put away; what is not as recorded is held as always."""
+        """Give the courier the op's outputs that are to be put away; outputs unlike the recorded ones are held."""
         courier = self._courier
         assert courier is not None, "a plan that puts something away has a courier"
         assert line.func is not None, "the op was seen"
@@ -344,4 +380,13 @@ class Tape(OpMode):
             return Held(tensor)
         if value.node is not None and value.node.view:
             hold_for_views(value)
+        if self._courier is not None and root_of(value).comes_back == SIGNS:
+            return SignHandle(value)
         return Handle(value)
+
+
+def _another_graph() -> ReplayError:
+    return ReplayError(
+        f"A tensor that was evicted from a step without a plan came back with other contents: {NOT_REPEATABLE}.",
+        "give a larger budget, or leave it out; a Session and a Trainer run the step again by themselves.",
+    )

@@ -1,1 +1,1 @@
-"""What a step did, as data."""
+"""A step that ran, as data."""

@@ -1,8 +1,9 @@
-"""Facts about values that follow from op, dtype and shape, on which a codec may rely.
+"""Facts about values that follow from op, dtype, shape and readers, on which a codec may rely.
 
-Contents are never relied on: a mask is two-valued because dropout made it, an index is short because its plane is
-small. The share of zeros alone is looked at, and only to guess how small a codec will write a value that it can also
-leave as it is.
+A fact about readers holds where every save of the value was asked for by autograd nodes that are known, and by nobody
+else. Contents are never relied on: a mask is two-valued because dropout made it, an index is short because its plane is
+small. Of contents only the share of zeros is used, to predict the size after a codec that may also leave the value
+unchanged.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ctdr_lightning.memory.traces.op_kinds import base_name
-from ctdr_lightning.memory.traces.trace import OpRecord, Trace
+from ctdr_lightning.memory.traces.trace import CAME_BACK_OTHERWISE, WRITTEN_UNSEEN, OpRecord, Save, Trace
 
 ITEM_BYTES = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2, "bool": 1, "int8": 1,
@@ -27,13 +28,22 @@ _SIGN_READERS = {
     "threshold_backward", "max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward",
     "avg_pool2d_backward", "_adaptive_avg_pool2d_backward",
 }  # fmt: skip
-# What was allocated and never written, has moved to another storage or is no plain tensor cannot be put away.
-_UNMOVABLE = ("uninitialised memory", "another storage", "a layout without a storage", "tensor subclass")
+# The autograd nodes that read a saved ReLU output so: each calls one of the ops above, once, and nothing else.
+SIGN_NODES = frozenset({
+    "ReluBackward0", "ThresholdBackward0", "MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBackward0",
+    "AvgPool2DBackward0", "AdaptiveAvgPool2DBackward0",
+})  # fmt: skip
+# Values in memory that is allocated but not written, in an exchanged storage, or in no plain tensor cannot be put
+# away. Nor can values that are written after their op has run, because they are sent at that moment.
+_UNMOVABLE = (
+    "uninitialised memory", "another storage", "a layout without a storage", "tensor subclass", WRITTEN_UNSEEN,
+    CAME_BACK_OTHERWISE,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of a value.
+    """Known properties of a value.
 
     Attributes:
         movable: Whether its bytes may wait elsewhere: autograd saved it, it fills its storage, nothing overwrites it.
@@ -80,6 +90,7 @@ def _facts(trace: Trace, value: int, readers: set[str]) -> Facts:
         fills
         and bool(record.saves)
         and record.op >= 0
+        and bool(trace.ops[record.op].inputs)  # torch gives the program a copy of a new constant that somebody holds
         and not trace.ops[record.op].backward
         and record.overwritten_at >= until
         and not record.pin.startswith(_UNMOVABLE)
@@ -101,9 +112,13 @@ def _kinds(trace: Trace, value: int, readers: set[str]) -> frozenset[str]:
         found.add("index")
     if record.dtype in _FLOATS and name in _RELU:
         found.add("zeros")
-        if name in _ONLY_RELU and readers <= _SIGN_READERS:
+        if name in _ONLY_RELU and readers <= _SIGN_READERS and all(map(_read_by_sign, record.saves)):
             found.add("sign_only")
     return frozenset(found)
+
+
+def _read_by_sign(save: Save) -> bool:
+    return bool(save.unpacked) and len(save.readers) == len(save.unpacked) and SIGN_NODES.issuperset(save.readers)
 
 
 def _is_dropout_mask(trace: Trace, op: OpRecord) -> bool:
@@ -115,6 +130,6 @@ def _is_dropout_mask(trace: Trace, op: OpRecord) -> bool:
 
 
 def _plane(trace: Trace, op: OpRecord) -> int:
-    """How many positions the indices of a pooling op tell apart: height times width, and depth."""
+    """Number of positions that the indices of a pooling op address: height times width, and depth."""
     n_dims = 3 if "3d" in op.name else 2
     return prod(trace.values[op.inputs[0]].shape[-n_dims:])

@@ -1,4 +1,4 @@
-"""What a machine has besides its device: links to places where tensors can wait, and what codecs cost on it."""
+"""The machine around the device: links to places where tensors can wait, and the costs of codecs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Link:
         to: Name of the holder at its other end, such as ``"host"`` or ``"disk"``.
         out_bytes_per_s: Rate away from the device.
         in_bytes_per_s: Rate back.
-        latency_s: What each transfer takes besides.
+        latency_s: Fixed time of each transfer.
         shared: Whether both directions share one rate, so that only one runs at a time.
         granule: Bytes are moved in multiples of this.
         device_bytes: Bytes of the device's memory that the link takes all along: staging buffers.
@@ -43,24 +43,25 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class CodecCost:
-    """What planning must know of a codec; see ``memory.codecs`` for what it does.
+    """Cost model of a codec; ``memory.codecs`` implements it.
 
     Attributes:
         name: Its registered name.
         exact: Whether gradients are bit-identical under it.
         needs: The fact about a value that it relies on.
         payload_bits: Bits of an element afterwards; 0 where the dtype is kept.
-        side_bits: Bits for each element besides.
+        side_bits: Further bits for each element.
         drops_zeros: Whether zeros are left out of the payload.
         encode_s_per_byte: Time to encode, by the input's bytes.
         decode_s_per_byte: Time to decode, by the output's bytes.
         encode_temp_share: Bytes that encoding takes meanwhile, as a share of the input's.
         decode_temp_share: Bytes that decoding takes meanwhile, as a share of the output's.
-        encode_call_s: Time that encoding takes besides, whatever the size.
+        encode_call_s: Fixed time of one encoding, independent of the size.
         decode_call_s: The same of decoding.
-        encode_temp_bytes: Bytes that encoding takes meanwhile besides, whatever the size.
+        encode_temp_bytes: Fixed bytes that encoding takes meanwhile, independent of the size.
         decode_temp_bytes: The same of decoding.
-        only_faster: Whether it is there to make steps faster and no budget fit, as nobody asked for it.
+        only_faster: Whether it may only make steps faster, never make a budget fit, because the user did not ask for
+            it.
     """
 
     name: str

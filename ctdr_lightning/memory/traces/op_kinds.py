@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ctdr_lightning.memory.traces.trace import OpRecord
 
-TRACKED_VIEWS = {  # autograd knows what they are views of, and their geometry says the rest
+TRACKED_VIEWS = {  # autograd knows their base, and their geometry is the rest
     f"aten.{name}"
     for name in (
         "view.default", "_reshape_alias.default", "t.default", "transpose.int", "permute.default", "unsqueeze.default",

@@ -1,4 +1,4 @@
-"""Which values cannot wait to be made again: what they would be made from is overwritten before the backward."""
+"""Values that cannot be recomputed, because their sources are overwritten before the backward."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from ctdr_lightning.memory.traces.trace import Trace
 
 
 def pin_what_cannot_wait(trace: Trace) -> Trace:
-    """Pin what cannot be made again because a tensor is overwritten meanwhile.
+    """Pin values that cannot be recomputed because a tensor is overwritten meanwhile.
 
-    That is a value that autograd awaits although its storage is written (unnoticed, through ``.data``), and one that
-    would be made from a value that can neither be made again itself nor waits unchanged.
+    These are values that autograd awaits although their storage is written (unnoticed, through ``.data``), and values
+    with a source that neither can be recomputed nor stays unchanged.
     """
     released = [max((s.released for s in v.saves), default=-1) for v in trace.values]
     need = _last_needs(trace, released)

@@ -1,4 +1,4 @@
-"""What one step did, as plain data: ops, values, storages, saves.
+"""One recorded step as plain data: ops, values, storages, saves.
 
 Written by ``record``, read by policies and ``simulate``. Time is counted in *ticks*: every op and every unpack of a
 saved value is one tick, in the order in which they ran. A storage that is born at tick ``a`` and ends at tick ``b`` is
@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
+from itertools import pairwise
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ from ctdr_lightning.basics.files import write_text
 from ctdr_lightning.basics.made_once import MadeOnce
 from ctdr_lightning.memory.traces.machine import CodecCost, Link
 
-TRACE_VERSION = 4
+TRACE_VERSION = 5
 # 256 TiB: a larger number in a file is damage.
 MAX_BYTES = 2**48
 WEIGHT = "a weight"  # the pin of a parameter that requires grad
+WRITTEN_UNSEEN = "written by a kernel that torch does not see"
+CAME_BACK_OTHERWISE = "came back with other contents when it was made again"
 MAX_REGIONS = 2**20  # forwards of modules in one step; lists of this length are made for each plan
 
 
@@ -36,8 +39,8 @@ class OpRecord:
         name: Full name, such as ``"aten.relu.default"``.
         tick: When it ran.
         inputs: Ids of the values it read.
-        outputs: Id of the value behind each output; -1 for an output that is no tensor. A view's output is its base's
-            value.
+        outputs: Id of the value behind each output; -1 for an output that is not a tensor. A view's output is its
+            base's value.
         seconds: How long it took.
         temp_bytes: Workspace that it allocated and freed again.
         module: Path of the module in whose forward it ran; empty outside of one.
@@ -68,11 +71,14 @@ class Save:
         packed: Tick after which autograd saved the value.
         unpacked: Ticks at which the backward asked for it.
         released: Last tick at which autograd held it.
+        readers: For each of ``unpacked`` the node of torch's own that asked, such as ``"ReluBackward0"``; empty for
+            anybody else. No entry where that was not recorded.
     """
 
     packed: int
     unpacked: tuple[int, ...]
     released: int
+    readers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +91,7 @@ class ValueRecord:
         shape: Shape of the tensor that was written.
         dtype: Its dtype, such as ``"float32"``.
         overwritten_at: Tick at which the storage was overwritten; the trace's length where it never was.
-        saves: What autograd held of it.
+        saves: Autograd's saves of it.
         pin: Why it may not be recomputed, or the empty string; ``WEIGHT`` for a parameter that requires grad.
         zeros: Share of zeros that was seen in it, where recording looked.
     """
@@ -117,7 +123,7 @@ class StorageRecord:
 
 @dataclass(frozen=True)
 class Trace(MadeOnce):
-    """What one step computed.
+    """A recorded step.
 
     Attributes:
         ops: Every aten op of forward and backward, in order.
@@ -133,7 +139,7 @@ class Trace(MadeOnce):
         python_s_per_replay: Seconds that Python takes for each op that is dropped and run again (to see it, capture it,
             hand its handles in and out, call it); 0 where kernels run on their own time, on a GPU.
         links: Ways to the places where tensors can wait, by the machine that the step is planned for.
-        codecs: What the codecs that may be used cost on it.
+        codecs: Costs of the allowed codecs on it.
     """
 
     ops: tuple[OpRecord, ...]
@@ -172,7 +178,7 @@ class Trace(MadeOnce):
 
     @cached_property
     def forward_ops(self) -> tuple[int, ...]:
-        """Indices of the forward's ops: what a guided tape sees, in order."""
+        """Indices of the forward's ops, in the order in which a guided tape sees them."""
         return tuple(i for i, op in enumerate(self.ops) if not op.backward)
 
     @cached_property
@@ -181,7 +187,7 @@ class Trace(MadeOnce):
         return sum(op.seconds for op in self.ops)
 
     def replay_seconds(self, op: int) -> float:
-        """What it takes to run an op once more: its own time, or its shortcut's, and Python's."""
+        """Time to run an op once more: its own time, or its shortcut's, plus Python's."""
         record = self.ops[op]
         return record.seconds * record.replay_share + self.python_s_per_replay
 
@@ -195,12 +201,18 @@ class Trace(MadeOnce):
         return "input" if op < 0 else self.ops[op].module or "step"
 
     def with_static(self, n_bytes: int) -> Trace:
-        """A copy of a step that runs with more in memory all along.
+        """A copy of the step with more bytes resident throughout.
 
         Args:
-            n_bytes: Bytes besides those that the step touched: optimizer state, other gradients.
+            n_bytes: Bytes that the step does not touch: optimizer state, other gradients.
         """
         return replace(self, resident_bytes=self.resident_bytes + n_bytes) if n_bytes else self
+
+    def with_live_bytes(self, n_bytes: int, first: int, last: int) -> Trace:
+        """A copy of a step in which so many more bytes are live from one tick to another."""
+        if not n_bytes or not self.n_ticks:
+            return self
+        return replace(self, storages=(*self.storages, StorageRecord(n_bytes, first, last)))
 
     def with_costs(
         self,
@@ -217,8 +229,24 @@ class Trace(MadeOnce):
             ops.append(replace(op, seconds=op_seconds, temp_bytes=temp, replay_share=share))
         return replace(self, ops=tuple(ops), python_s_per_replay=python_s_per_replay)
 
+    def with_pins(self, reasons: Mapping[int, str]) -> Trace:
+        """A copy in which values may not be made again.
+
+        Args:
+            reasons: From value id to why not; a value that is pinned already keeps its reason.
+        """
+        pins = [v.pin or reasons.get(i, "") for i, v in enumerate(self.values)]
+        return replace(self, values=tuple(replace(v, pin=pin) for v, pin in zip(self.values, pins, strict=True)))
+
+    def with_reader(self, value: int) -> Trace:
+        """A copy in which a saved value is also read by somebody unknown, so that no codec may rely on its readers."""
+        saves = tuple(replace(s, readers=("",) * len(s.unpacked)) for s in self.values[value].saves)
+        return replace(
+            self, values=tuple(replace(v, saves=saves) if i == value else v for i, v in enumerate(self.values))
+        )
+
     def with_machine(self, links: Iterable[Link] = (), codecs: Iterable[CodecCost] = ()) -> Trace:
-        """The same trace on a machine with links to other places and with codecs; what is there already stays.
+        """The same trace on a machine with further links and codecs.
 
         Args:
             links: Ways to holders; one to a holder that has one replaces it.
@@ -250,16 +278,16 @@ class Trace(MadeOnce):
         """Read a trace from JSON text or a file.
 
         Raises:
-            CheckpointError: When the text is no trace of this version.
+            CheckpointError: If the text is not a trace of this version.
         """
         return cls.from_document(parse_document(source, "trace", TRACE_VERSION))
 
     @classmethod
     def from_document(cls, data: Any) -> Trace:
-        """Read a trace from the mapping that its JSON stands for, as a plan's document holds it.
+        """Read a trace from the mapping that its JSON holds, as in a plan's document.
 
         Raises:
-            CheckpointError: When it is no trace of this version.
+            CheckpointError: If it is not a trace of this version.
         """
         try:
             _require(data["kind"] == "trace" and data["version"] == TRACE_VERSION, "the kind or the version")
@@ -267,11 +295,11 @@ class Trace(MadeOnce):
                 ops=tuple(read_record(OpRecord, row) for row in data["ops"]),
                 values=tuple(read_record(ValueRecord, row) for row in data["values"]),
                 storages=tuple(read_record(StorageRecord, row) for row in data["storages"]),
-                n_ticks=int(data["n_ticks"]),
+                n_ticks=_whole(data["n_ticks"]),
                 device=str(data["device"]),
-                resident_bytes=int(data["resident_bytes"]),
+                resident_bytes=_whole(data["resident_bytes"]),
                 meta={str(k): str(v) for k, v in data["meta"].items()},
-                n_training=int(data.get("n_training", -1)),
+                n_training=_whole(data.get("n_training", -1)),
                 python_s_per_replay=float(data.get("python_s_per_replay", 0.0)),
                 links=tuple(read_record(Link, row) for row in data.get("links", ())),
                 codecs=tuple(read_record(CodecCost, row) for row in data.get("codecs", ())),
@@ -286,27 +314,29 @@ class Trace(MadeOnce):
         n_ops, n_values, n = len(self.ops), len(self.values), self.n_ticks
         saves = [s for v in self.values for s in v.saves]
         _require(0 <= n <= 2 * (n_ops + sum(len(s.unpacked) for s in saves)) + 1, "the number of ticks")
+        _require(all(a.tick < b.tick for a, b in pairwise(self.ops)), "the order of the ops")
         for index, op in enumerate(self.ops):
-            _require(all(0 <= v < n_values and self.values[v].op < index for v in op.inputs), "what an op reads")
-            _require(all(-1 <= v < n_values for v in op.outputs), "what an op makes")
+            _require(all(0 <= v < n_values and self.values[v].op < index for v in op.inputs), "the inputs of an op")
+            _require(all(-1 <= v < n_values for v in op.outputs), "the outputs of an op")
             _require(0 <= op.tick < n and op.seconds >= 0 and 0 <= op.temp_bytes < MAX_BYTES, "an op's cost")
-            _require(0 <= op.replay_share <= 1, "what an op takes once more")
+            _require(0 <= op.replay_share <= 1, "the replay share of an op")
             _require(-1 <= op.region < MAX_REGIONS, "an op's region")
         for value in self.values:
-            _require(-1 <= value.op < n_ops and 0 <= value.storage < len(self.storages), "what made a value")
-            _require(0 <= value.overwritten_at <= n, "when a value is overwritten")
+            _require(-1 <= value.op < n_ops and 0 <= value.storage < len(self.storages), "the op of a value")
+            _require(0 <= value.overwritten_at <= n, "the tick at which a value is overwritten")
             _require(0 <= value.zeros <= 1, "a share of zeros")
+            _require(min(value.shape, default=0) >= 0, "a shape")
         for save in saves:
             _require(save.packed >= -1 and save.released <= n and all(0 <= t < n for t in save.unpacked), "a save")
         for storage in self.storages:
-            _require(-1 <= storage.born < max(n, 1) and -1 <= storage.end <= n, "when a storage is live")
+            _require(-1 <= storage.born < max(n, 1) and -1 <= storage.end <= n, "the ticks of a storage")
             _require(0 <= storage.n_bytes < MAX_BYTES, "a storage's bytes")
         _require(0 <= self.resident_bytes < MAX_BYTES, "the resident bytes")
         _require(0 <= self.python_s_per_replay < inf, "Python's time")
         _require(-1 <= self.n_training < MAX_REGIONS, "the number of training modules")
         for link in self.links:
             _require(min(link.out_bytes_per_s, link.in_bytes_per_s) > 0 and link.latency_s >= 0, "a link's rate")
-            _require(0 <= link.busy_s_per_byte < inf, "the computing that a link's bytes cost")
+            _require(0 <= link.busy_s_per_byte < inf, "the compute time of a link's bytes")
             _require(link.granule > 0 and 0 <= link.device_bytes < MAX_BYTES, "a link's bytes")
         for codec in self.codecs:
             _require(codec.payload_bits >= 0 and codec.side_bits >= 0, "a codec's bits")
@@ -316,6 +346,12 @@ class Trace(MadeOnce):
 def _require(holds: bool, what: str) -> None:
     if not holds:
         raise ValueError(what)
+
+
+def _whole(number: Any) -> int:
+    if type(number) is not int:
+        raise ValueError(f"{number!r} is not a whole number")
+    return number
 
 
 def _row(record: Any) -> Sequence[Any]:

@@ -1,4 +1,4 @@
-"""Seconds that planning can trust: what one step's clock says of one op is noise, what equal ops take is not."""
+"""Seconds that planning can trust: a single timing of one op is noise, the median over equal ops is not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def steady(traces: Sequence[Trace]) -> Trace:
         traces: Recordings with the same ops.
 
     Raises:
-        ConfigError: When there is none, or when they differ in their ops.
+        ConfigError: If there is none, or when they differ in their ops.
     """
     if not traces or any([op.name for op in t.ops] != [op.name for op in traces[0].ops] for t in traces):
         raise ConfigError(f"traces: {len(traces)} recordings do not show the same ops.", "Record the same step again.")
@@ -35,6 +35,6 @@ def steady(traces: Sequence[Trace]) -> Trace:
 
 
 def _kind(trace: Trace, op: OpRecord) -> Hashable:
-    """What decides how long an op takes: its name and the tensors that it reads and writes."""
+    """Grouping key for an op's time: its name and the tensors that it reads and writes."""
     shapes = tuple((trace.values[v].shape, trace.values[v].dtype) for v in (*op.inputs, *op.outputs) if v >= 0)
     return op.name, shapes, op.backward

@@ -98,16 +98,16 @@ def _same_bits(
 
 
 class ShortcutTimes:
-    """Measures what shortcuts take, as shares of the whole ops, on dummies once the step is over."""
+    """Measures the times of shortcuts, as shares of the whole ops, on dummies once the step is over."""
 
     def __init__(self) -> None:
         self._calls: dict[int, _Looks] = {}
 
     def note(self, index: int, func: OpOverload, args: Sequence[Any], out: Any) -> str:
-        """Remember what the call behind op ``index`` of the trace looks like, if it has a shortcut.
+        """Remember the shapes of the call behind op ``index`` of the trace, if it has a shortcut.
 
         Returns:
-            Why its outputs but the first are pinned then; the empty string if it has none.
+            The reason why its outputs but the first are then pinned; the empty string if it has no shortcut.
         """
         if func is not _BATCH_NORM or not has_shortcut(func, args, out):
             return ""

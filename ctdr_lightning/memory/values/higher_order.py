@@ -1,4 +1,4 @@
-"""Higher-order operators (``torch.cond``, ``while_loop``, flex attention) beside a dispatch mode.
+"""Higher-order operators (``torch.cond``, ``while_loop``, flex attention) under a dispatch mode.
 
 Called from eager code, such an operator compiles itself. Under a dispatch mode torch skips that: a ``cond`` whose
 branches return a bare tensor then fails, a ``while_loop`` always does, and a later call without the mode fails as well,

@@ -41,7 +41,7 @@ class _Storage(weakref.ref):
 class LiveBytes:
     """Counts the bytes of the storages it is shown, until they die.
 
-    While entered it is also shown what replays make.
+    While entered it also sees the outputs of replays.
 
     Attributes:
         peak: The largest ``now`` so far.
@@ -69,7 +69,7 @@ class LiveBytes:
         """Count the storages of tensors that are not counted yet."""
         for tensor in tensors:
             storage = storage_of(tensor) if isinstance(tensor, Tensor) else None
-            self._forget_dead()  # first, as a new storage may stand where a dead one stood
+            self._forget_dead()  # first, because a new storage may have a dead one's address
             if storage is not None and storage._cdata not in self._known:
                 n_bytes = storage.nbytes()
                 self._watch(storage, n_bytes)
@@ -86,7 +86,7 @@ class LiveBytes:
 
     def _watch(self, storage: torch.UntypedStorage, n_bytes: int) -> None:
         key = storage._cdata
-        # What is called has no line of Python: a Ctrl-C that comes while a weak reference calls would be swallowed.
+        # The callback has no line of Python: a Ctrl-C that comes while a weak reference calls would be swallowed.
         self._known[key] = ref = _Storage(storage, self._dead.append)
         ref.key, ref.n_bytes = key, n_bytes
 
@@ -99,7 +99,7 @@ class LiveBytes:
 
 
 class PeakMeter(OpMode):
-    """Measures the true peak of what runs inside it, on a device whose allocator keeps no count.
+    """Measures the true peak of the code inside it, on a device whose allocator keeps no count.
 
     Forward, backward and replays are all seen. Storages from before the block are not counted.
 

@@ -1,4 +1,8 @@
-"""Which ops may be run again, and how: functional twins, BatchNorm without its side effect, and what is pinned."""
+"""Ops that may be run again: functional twins, BatchNorm without its side effect, and the ops that are pinned.
+
+torch's own operators declare their writes and their randomness. Those of other libraries need not: each of
+them is unproven until :class:`~ctdr_lightning.memory.values.op_trial.OpTrial` has seen it repeat itself.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +14,44 @@ import torch
 from torch import Tensor
 
 from ctdr_lightning.basics.torch_private import FakeTensor, OpOverload
+from ctdr_lightning.memory.values.tensors import tensors_in
 
 COLLECTIVE = "collective"
+UNPROVEN = "an operator that was not seen to repeat itself"
 _EXCHANGING = {"c10d", "_c10d_functional", "c10d_functional", "fsdp", "symm_mem", "_dtensor"}
 _UNINITIALISED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
+# Operators of these are declared in full: torch's own, and those of torchvision, which are pure functions.
+_DECLARED = {"aten", "prims", "prim", "quantized", "mkldnn", "torchvision"}
+# They read no tensor's contents, so their result is a constant until something fills it.
+FACTORIES = {
+    f"aten.{name}.{overload}"
+    for name in ("zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
+    for overload in ("default", "names", "out")
+}
+# Forward kernels that add with atomics on a GPU, in another order each time: the list of
+# `torch.use_deterministic_algorithms` in torch 2.13, the forward ones.
+ATOMIC = {
+    "index_add", "index_put", "_index_put_impl_", "put", "scatter_add", "scatter_reduce", "index_reduce", "cumsum",
+    "histc", "bincount", "kthvalue", "median", "nanmedian", "nll_loss2d_forward", "_embedding_bag",
+    "_embedding_bag_forward_only", "segment_reduce",
+}  # fmt: skip
+# Outputs that their op's own backward alone reads, with parts that no kernel writes: those hold anything. Two runs of
+# mkldnn_rnn_layer differ there on a processor; of the others torch 2.13's sources allocate more than they write, as
+# padding of the log-sum-exp, as seeds of a dropout of 0, as cuDNN's reserve.
+_WORKSPACES = {
+    "mkldnn_rnn_layer": (3,),
+    "cudnn_batch_norm": (3,),
+    "_scaled_dot_product_flash_attention": (6, 7, 8),
+    "_scaled_dot_product_efficient_attention": (1, 2, 3),
+    "_scaled_dot_product_cudnn_attention": (1, 6, 7, 8),
+}
 _RUNNING_STATS = ("running_mean", "running_var")
 _RESIZING = {"resize_", "resize_as_", "set_", "_resize_output_"}
 _OWN_TYPES = {Tensor, torch.nn.Parameter, FakeTensor}
 
 
 class OpTraits:
-    """What the tape must know of an op, read from its schema once.
+    """The tape's knowledge of an op, read from its schema once.
 
     Attributes:
         func: The op.
@@ -29,18 +60,23 @@ class OpTraits:
         written: Positions of the arguments that it writes in place; running statistics do not count.
         writes: Position and name of every argument that it writes, running statistics and ``out=`` included.
         view: Whether an output shares its input's storage unwritten.
-        twin: The op that computes the same values out of place; None when there is none.
+        twin: The op that computes the same values out of place; None if there is none.
         dropout: Position of the dropout probability of an op that is random only through it, else None.
         training: Position of the argument that tells whether BatchNorm trains; None where it always does.
         stats: Position of the first of BatchNorm's two running statistics.
         restrides: Whether it reads a storage beyond its argument's own elements.
         pin: Why no call of the op may be replayed, or the empty string.
+        foreign: Whether the op is another library's, which declares less than torch does.
+        unproven: Whether it is foreign, and nobody has seen yet that it repeats itself.
+        atomic: Whether its forward adds in no fixed order on a GPU.
+        shaped_by_numbers: Whether the shape of its result follows from contents.
+        workspaces: Positions of the outputs of which parts hold anything.
         special: Whether a call must be looked at before it is captured.
     """
 
     __slots__ = (
-        "batch_norm", "dropout", "func", "name", "pin", "restrides", "special", "stats", "training", "twin", "view",
-        "writes", "written",
+        "atomic", "batch_norm", "dropout", "foreign", "func", "name", "pin", "restrides", "shaped_by_numbers",
+        "special", "stats", "training", "twin", "unproven", "view", "workspaces", "writes", "written",
     )  # fmt: skip
 
     def __init__(self, func: OpOverload) -> None:
@@ -67,13 +103,30 @@ class OpTraits:
         random = torch.Tag.nondeterministic_seeded in func.tags
         self.dropout = _position(func, "dropout_p") if random else None
         self.restrides = "as_strided" in schema.name
+        self.atomic = schema.name.split("::")[1].removesuffix("_") in ATOMIC
+        self.workspaces: tuple[int, ...] = _WORKSPACES.get(schema.name.split("::")[1], ())
+        self.shaped_by_numbers = torch.Tag.dynamic_output_shape in func.tags
         self.pin = self._pin(schema.name, random)
-        self.special = bool(self.pin or self.written or self.batch_norm or self.restrides or self.dropout is not None)
+        self.foreign = func.namespace not in _DECLARED
+        self.unproven = self.foreign and not self.pin
+        self._look()
+
+    def _look(self) -> None:
+        self.special = bool(
+            self.pin or self.unproven or self.written or self.batch_norm or self.restrides or self.dropout is not None
+        )
+
+    def tried(self, pin: str) -> None:
+        """Note the result of a foreign op's trial: why it may never run again, or the empty string."""
+        self.pin, self.unproven = pin, False
+        self._look()
 
     def _be_opaque(self) -> None:
         """Make this a higher-order operator: it has no schema, so nothing is known of the functions that it calls."""
         self.name = f"higher_order.{self.name}"
-        self.batch_norm = self.view = self.restrides = False
+        self.batch_norm = self.view = self.restrides = self.atomic = self.shaped_by_numbers = False
+        self.foreign = self.unproven = False
+        self.workspaces = ()
         self.training = self.dropout = self.twin = None
         self.stats = 0
         self.written = self.writes = ()
@@ -121,7 +174,30 @@ def pin_reason_of_call(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str
         return "random" if _argument(func, "dropout_p", args, kwargs, 0.0) else ""
     if op.restrides and args[0].nbytes != args[0].untyped_storage().nbytes():
         return "reads its storage beyond its argument"
-    return op.pin
+    return op.pin or (UNPROVEN if op.unproven else "")
+
+
+def pin_reason_on_gpu(func: OpOverload, args: tuple[Any, ...], out: Tensor) -> str:
+    """Why a result of a call on a GPU may not be replayed there, or the empty string.
+
+    A replay in the backward's thread may give other bits (another algorithm, sums in another order). Indices and shapes
+    that follow from floating-point numbers could then be others, which is worse than a last bit.
+    """
+    op = traits(func)
+    if op.atomic and not torch.are_deterministic_algorithms_enabled():
+        return "sums in no fixed order on a GPU"
+    if op.shaped_by_numbers and (not op.name.startswith("aten.index.") or _has_mask(args[1])):
+        return "its shape follows from contents"
+    if op.name in FACTORIES:
+        return "a constant that a kernel may fill"
+    integral = not (out.is_floating_point() or out.is_complex() or out.dtype is torch.bool)
+    if integral and any(t.is_floating_point() for t in tensors_in(args)):
+        return "an index from floating-point numbers"
+    return ""
+
+
+def _has_mask(indices: Any) -> bool:
+    return any(isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8) for t in indices)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Make a dropped value again: walk back to what is there, run the missing ops, free temporaries at their last use."""
+"""Recompute a dropped value: walk back to existing values, run the missing ops, free temporaries at their last use."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ctdr_lightning.basics.errors import ReplayError
 from ctdr_lightning.basics.torch_private import (
     AUTOCAST_KEYS,
     BelowAutograd,
@@ -18,9 +19,11 @@ from ctdr_lightning.basics.torch_private import (
     no_dispatch_modes,
     set_grad_enabled,
 )
+from ctdr_lightning.memory.traces.facts import SIGN_NODES
 from ctdr_lightning.memory.values.live_bytes import tell_trackers
 from ctdr_lightning.memory.values.op_traits import call_again
-from ctdr_lightning.memory.values.value import Handle, Held, Node, Value
+from ctdr_lightning.memory.values.readers import reader
+from ctdr_lightning.memory.values.value import Handle, Held, Node, SignHandle, Value, root_of
 
 Keeper = Callable[[Value, Tensor], None]
 
@@ -36,21 +39,33 @@ def modified_in_place() -> RuntimeError:
 
 
 def unpack(handle: Handle | Held) -> Tensor:
-    """Give autograd the tensor that a handle stands for, made again if it was dropped.
+    """Give autograd the tensor behind a handle, recomputed if it was dropped.
 
     Raises:
-        RuntimeError: When the tensor was modified in place.
+        RuntimeError: If the tensor was modified in place.
+        ReplayError: If it waits as its signs, and the reader needs more than these.
     """
-    if type(handle) is Handle:
+    if isinstance(handle, Handle):
+        if type(handle) is SignHandle and reader() not in SIGN_NODES:
+            raise _reads_more_than_signs(handle)
         return materialize(handle.value)
-    tensor = handle.get() if type(handle) is Held else None
+    tensor = handle.get()
     if tensor is None:
         raise modified_in_place()
     return tensor
 
 
+def _reads_more_than_signs(handle: SignHandle) -> ReplayError:
+    return ReplayError(
+        "A ReLU output that the plan keeps as its signs is read by code that may need its contents: a hook, "
+        "grad_fn._saved_result, or a custom autograd.Function.",
+        "record the step with that code in it, or plan without codecs (codecs=None).",
+        read_by_others=(root_of(handle.value).identity,),
+    )
+
+
 def keep_for_good(value: Value, tensor: Tensor) -> None:
-    """Hold a replayed value and let go of what made it."""
+    """Hold a replayed value and release its sources."""
     value.keep(tensor)
     value.node = None
 
@@ -68,7 +83,7 @@ def materialize(value: Value, keeper: Keeper = keep_for_good) -> Tensor:
         A tensor with the exact contents, shape, strides and dtype of the dropped one.
 
     Raises:
-        RuntimeError: When a tensor that the value depends on was modified in place.
+        RuntimeError: If a tensor that the value depends on was modified in place.
     """
     found = value.saved() if value.saved_alias is not None else None
     if found is None:
@@ -119,7 +134,7 @@ def _run(target: Value, keeper: Keeper) -> Tensor:
 
 
 def _missing(target: Value, have: dict[Value, Tensor]) -> tuple[list[tuple[Node, list[Value]]], dict[Value, int]]:
-    """The op calls to run, in their original order, with what each reads, and how often each value is read.
+    """The op calls to run, in their original order and with their inputs, and the number of reads of each value.
 
     Fills ``have`` with the sources that exist.
     """
@@ -181,8 +196,9 @@ def _store(
             tensor = _laid_out(tensor, *value.layout)
         if value is target or (uses.get(value) and value not in have):
             have[value] = tensor
+        value.remade = True
         awaited = value.hold or (value.stays_while_awaited and value.handles)
-        if awaited and value.get() is None:  # what the program still has would be there twice, as long as it has it
+        if awaited and value.get() is None:  # else a second copy of a tensor that the program still has
             keeper(value, tensor)
 
 

@@ -1,4 +1,4 @@
-"""What the engine asks of a tensor: its version, its storage, a second object on the same contents."""
+"""The engine's questions to a tensor: its version, its storage, a second object on the same contents."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ctdr_lightning.basics.torch_private import (
     DispatchKey,
@@ -14,6 +15,7 @@ from ctdr_lightning.basics.torch_private import (
     SetKeyExcluded,
     is_key_excluded,
     no_dispatch_modes,
+    strided_parts,
 )
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -51,6 +53,11 @@ def has_storage(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided
 
 
+def own_part(tensor: Tensor) -> Tensor:
+    """The shard of this process, of a sharded tensor; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def tensors_in(args: Any) -> Iterator[Tensor]:
     """The tensors among the arguments of an aten call."""
     for arg in args:
@@ -79,6 +86,7 @@ def _detach_sharing_version(tensor: Tensor) -> Tensor:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages behind ``tensors``."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
+    """Bytes of the distinct storages behind ``tensors``; of sparse ones, those of indices and values."""
+    parts = ((t,) if type(t) in _PLAIN and t.layout is torch.strided else strided_parts(t) for t in tensors)
+    storages = (part.untyped_storage() for some in parts for part in some)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -19,6 +19,7 @@ from ctdr_lightning.basics.torch_private import OpOverload
 from ctdr_lightning.memory.values.tensors import alias_of, version_of, wants_grad_itself
 
 _NO_KWARGS: dict[str, Any] = {}
+EXACT, SIGNS, ABOUT = "exact", "signs", "about"
 MemoryLayout = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -61,12 +62,17 @@ class Value:
         hold: Whether a replay leaves the value held although autograd does not await it.
         handles: How many live handles await the value.
         away: The contents where they wait elsewhere, or here in fewer bytes; a value with them has no node.
-        leaves: Whether it is to be put away, at once or later: views of it are made of it again, rather than held.
+        leaves: Whether it is to be put away, at once or later: its views are made of it again, rather than held.
+        comes_back: The part of its contents that a codec restores: all, the signs, or an approximation.
+        identity: Its id in the trace, if known; in a step that is being recorded, its op's tick.
+        contents: Fingerprint of the saved tensor, with its shape; None if it is not verified.
+        remade: Whether the tensor that is held was made again, or came back, and was not verified since.
     """
 
     __slots__ = (
-        "__weakref__", "away", "eviction", "handles", "hold", "layout", "leaf_data", "leaves", "node",
-        "program_tensor", "saved_alias", "stays_while_awaited", "storage_ref", "tensor", "version",
+        "__weakref__", "away", "comes_back", "contents", "eviction", "handles", "hold", "identity", "layout",
+        "leaf_data", "leaves", "node", "program_tensor", "remade", "saved_alias", "stays_while_awaited", "storage_ref",
+        "tensor", "version",
     )  # fmt: skip
 
     def __init__(self, node: Node | None = None) -> None:
@@ -84,6 +90,10 @@ class Value:
         self.eviction: Any = None
         self.away: Elsewhere | None = None
         self.leaves = False
+        self.comes_back = EXACT
+        self.identity = -1
+        self.contents: Any = None
+        self.remade = False
 
     @classmethod
     def holding(cls, tensor: Tensor) -> Value:
@@ -110,14 +120,14 @@ class Value:
         return tensor
 
     def storage(self) -> torch.UntypedStorage | None:
-        """Where the contents are, if anywhere."""
+        """The storage of the contents, if they are in memory."""
         if self.leaf_data is not None:
             return self.leaf_data.untyped_storage()
         tensor = self.tensor if self.tensor is not None else self.live()
         return None if tensor is None else tensor.untyped_storage()
 
     def saved(self) -> Tensor | None:
-        """What autograd would read although the program wrote over it unnoticed (through ``.data``)."""
+        """The tensor that autograd would read although the program wrote over it unnoticed (through ``.data``)."""
         if self.saved_alias is None or version_of(self.saved_alias[0]) != self.saved_alias[1]:
             return None
         return self.saved_alias[0]
@@ -135,7 +145,7 @@ class Value:
         self.leaf_data = leaf.data
 
     def sever(self, storage: torch.UntypedStorage) -> None:
-        """The storage is about to be written: what is there will no longer be this value."""
+        """The storage is about to be written: its contents will no longer be this value."""
         tensor = self.live() if self.tensor is None else self.tensor
         self.program_tensor = None
         if tensor is None or tensor.untyped_storage() is not storage:
@@ -152,12 +162,19 @@ class Value:
         assert self.away is not None, "the value is not away"
         tensor = self.away.fetch()
         self.keep(tensor)
-        self.away = None
+        self.away, self.remade = None, True
         return tensor
 
 
+def root_of(value: Value) -> Value:
+    """The value that a chain of views starts from; the value itself where it is no view of another."""
+    while value.node is not None and value.node.view and type(value.node.args[0]) is Value:
+        value = value.node.args[0]
+    return value
+
+
 class Node:
-    """One op call: what runs, its arguments with values in the place of tensors, and weak references to its outputs."""
+    """One op call: its function, its arguments with values in the place of tensors, weak references to its outputs."""
 
     __slots__ = ("__weakref__", "args", "func", "grad", "index", "kwargs", "outs", "seconds", "unit", "view", "written")
 
@@ -175,6 +192,10 @@ class Node:
         self.outs: list[weakref.ref[Value] | None] = []
         self.seconds = 0.0
 
+    def place_of(self, value: Value) -> int:
+        """Which of the call's outputs a value is."""
+        return next((place for place, ref in enumerate(self.outs) if ref is not None and ref() is value), 0)
+
     def sources(self) -> list[Value]:
         """The values that the call reads."""
         found: list[Value] = []
@@ -187,7 +208,7 @@ class Node:
 
 
 class Handle:
-    """What autograd keeps in the place of a saved tensor. It may be unpacked any number of times."""
+    """Autograd's placeholder for a saved tensor. It may be unpacked any number of times."""
 
     __slots__ = ("__weakref__", "value")
 
@@ -197,6 +218,12 @@ class Handle:
 
     def __del__(self) -> None:
         self.value.handles -= 1
+
+
+class SignHandle(Handle):
+    """A handle on a value that comes back as signs, for autograd nodes that read no more than that."""
+
+    __slots__ = ()
 
 
 class Held:

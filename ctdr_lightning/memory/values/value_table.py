@@ -1,4 +1,4 @@
-"""From the live tensors of a forward to their values, and what a write in place does to them."""
+"""From the live tensors of a forward to their values, and the effect of writes in place on them."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ class ValueTable:
         self._last = -1  # index of the last captured call
         self._values: dict[int, Value] = {}
         self._unfiled: list[weakref.ref[Value]] = []
-        self._leaves: list[Value] = []  # of values that hold what lives as long as the model
+        self._leaves: list[Value] = []  # of values whose tensors live as long as the model
         self._read: set[int] = set()  # storages on which there is, or was, a value
         self._gathered: set[int] = set()  # storages of weights that an FSDP unit read
         self._files: dict[int, tuple[weakref.ref[torch.UntypedStorage] | None, list[weakref.ref[Value]]]] = {}
         self._on_death = _forgetter(self._values)
 
     def __len__(self) -> int:
-        """How many live tensors have a value."""
+        """Number of live tensors that have a value."""
         return len(self._values)
 
     def find(self, tensor: Tensor) -> Value | None:
@@ -92,7 +92,7 @@ class ValueTable:
         whole = self.find(base)
         if whole is None or (whole.node is None and not whole.leaves) or not _is_part(tensor, base):
             return None
-        node = Node(view_again, self._last + 0.5, self.unit, view=True)  # after what it views, before what reads it
+        node = Node(view_again, self._last + 0.5, self.unit, view=True)  # after its base, before its readers
         start = tensor.storage_offset() - base.storage_offset()
         node.args = (whole, tuple(tensor.shape), tensor.stride(), start)
         value = self._enter(node, tensor)
@@ -101,7 +101,7 @@ class ValueTable:
         return value
 
     def hold(self, value: Value) -> None:
-        """Hold a live value from now on and let go of what made it."""
+        """Hold a live value from now on and release its sources."""
         tensor = value.live()
         assert tensor is not None, "the program's own tensor is gone"
         value.keep(alias_of(tensor))
@@ -131,7 +131,7 @@ class ValueTable:
         return node
 
     def shield(self, node: Node, most_bytes: int) -> bool:
-        """Copy what a call reads of tensors that the program may write over while no op is seen.
+        """Copy a call's inputs that the program may overwrite while no op is seen.
 
         Args:
             node: A captured call.
@@ -180,7 +180,7 @@ class ValueTable:
         return value
 
     def overwrites(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before a call that writes in place runs: what is written must stay what the replays are to read.
+        """Before a call writes in place: preserve the old contents for the replays that read them.
 
         Values that a replay can make again let go of the storage; those that can only be held move to a copy of it.
         A gather of FSDP is no such write: it brings back the weights that were read, to a storage that is empty now.
@@ -241,7 +241,7 @@ class ValueTable:
         """Enter the outputs of a call that has run.
 
         Returns:
-            For each output its value, which the table and the tensors now own; None for what has no storage.
+            For each output its value, which the table and the tensors now own; None for an output without a storage.
         """
         enter = self._enter
         made = [enter(node, tensor) for tensor in out] if type(out) in _SEQUENCES else [enter(node, out)]

@@ -26,7 +26,7 @@ class Estimator:
         self._evaluates = True
 
     def run(self, trainer: Any, module: LightningModule) -> bool:
-        """Re-estimate without dropout or what else a training step adds. Returns whether there was anything to do."""
+        """Re-estimate without dropout and other parts of a training step. Returns whether there was anything to do."""
         if self._n_batches == 0 or not tracked(module):
             return False
         self._evaluates &= overrides(module, "validation_step")

@@ -38,7 +38,7 @@ class Coach:
     Args:
         recovery: The schedule.
         surgeon: Cuts the layers.
-        verbose: Whether to print what it does.
+        verbose: Whether to print its actions.
     """
 
     def __init__(self, recovery: Recovery, surgeon: Surgeon, verbose: bool = True) -> None:
@@ -64,7 +64,14 @@ class Coach:
         self._snapshot = None
 
     def prepare(self, module: LightningModule) -> None:
-        """Keep of the dense model what is needed later; before anything is cut."""
+        """Keep the later needed parts of the dense model, before anything is cut.
+
+        Raises:
+            ConfigError: If the layers were cut before this run, and the dense model is needed.
+        """
+        if self.surgeon.adopted and self.progress.stage == 0:
+            self._check_without_dense()
+            self.progress.stage = 1
         if self.progress.stage > 0:
             return
         if self.recovery.distill is not None:
@@ -73,6 +80,14 @@ class Coach:
             self._dense = duplicate(module)
         if self.cuts_at_start and self.recovery.max_drop is not None:
             self._snapshot = {"model": _host_state(module), "optimizers": []}
+
+    def _check_without_dense(self) -> None:
+        needs = "distill" if self.recovery.distill is not None else "reference"
+        if self.recovery.distill is not None or self.recovery.reference == "measure":
+            raise ConfigError(
+                f"recovery.{needs} needs the dense model, but the model's layers are cut already.",
+                "Make the model anew, or call merge(model) before fit, which makes its layers dense.",
+            )
 
     def cut_at_start(self, module: LightningModule) -> None:
         """Cut the first stage, before there is an optimizer; nothing where it comes later or was cut."""
@@ -97,7 +112,7 @@ class Coach:
             self._stop_if_recovered(trainer, self.progress.entered_epoch + 1)
 
     def epoch_start(self, trainer: Any, module: LightningModule) -> None:
-        """Decide and do what comes before this epoch, once and in whole; Ctrl-C in the middle leaves all as it was."""
+        """Decide and carry out the move before this epoch, once and completely; Ctrl-C meanwhile changes nothing."""
         epoch = trainer.current_epoch
         if epoch <= self.progress.entered_epoch:
             return
@@ -114,7 +129,7 @@ class Coach:
             self.progress.entered_epoch = epoch
 
     def as_now(self) -> PutBack:
-        """Remember where recovery stands; the result puts it back."""
+        """Remember the progress of the recovery; the result restores it."""
         progress, teacher, dense, snapshot = replace(self.progress), self.teacher, self._dense, self._snapshot
 
         def put_back() -> None:
@@ -148,7 +163,7 @@ class Coach:
         """Read the monitored metric, the same on every rank.
 
         Raises:
-            ConfigError: When it was not logged.
+            ConfigError: If it was not logged.
         """
         if self.recovery.monitor is None:
             return
@@ -174,20 +189,20 @@ class Coach:
 
     @property
     def around(self) -> Callable[..., Any] | None:
-        """What wraps a training step: the teacher, where there is one."""
+        """Wrapper of a training step: the teacher, or None."""
         return self.teacher.around if self.teacher is not None else None
 
     @property
     def key(self) -> tuple[int, float]:
-        """What makes steps of equal shapes differ: the stage and the learning rate's scale."""
+        """Key that distinguishes steps of equal shapes: the stage and the learning rate's scale."""
         return self.progress.stage, self.rates.scale
 
     def step_logs(self) -> dict[str, Any]:
-        """What the teacher takes and adds to the loss; the same names on every rank."""
+        """The teacher's cost and its share of the loss; the same names on every rank."""
         return self.teacher.logs() if self.teacher is not None else {}
 
     def logs(self) -> dict[str, float]:
-        """Where recovery stands, for the loggers; the same names on every rank."""
+        """Progress of the recovery, for the loggers; the same names on every rank."""
         progress = self.progress
         found = {
             "metric": progress.metric,
@@ -209,10 +224,10 @@ class Coach:
         return state
 
     def load_state_dict(self, state: Any) -> None:
-        """Take up what `state_dict` gave.
+        """Restore the output of `state_dict`.
 
         Raises:
-            CheckpointError: When it is something else.
+            CheckpointError: If it is something else.
         """
         if not isinstance(state, dict):
             raise CheckpointError("The checkpoint's recovery state is damaged.", "Use an earlier checkpoint.")

@@ -1,4 +1,4 @@
-"""Optimizers and schedulers rebuilt after parameters were exchanged; what was not exchanged keeps its state."""
+"""Optimizers and schedulers rebuilt after parameters were exchanged; the other parameters keep their state."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ from ctdr_lightning.basics.errors import ConfigError
 
 
 def rebuild(trainer: Any) -> None:
-    """Run ``configure_optimizers`` on the changed model and carry over what survived.
+    """Run ``configure_optimizers`` on the changed model and carry over the state of surviving parameters.
 
     Moments of untouched parameters move over by identity, the groups' settings (learning rates above all) and the
     schedulers' state by position. The groups are those a resumed run would build, in the same order.
 
-    Args:
-        trainer: In training.
-
     Raises:
-        ConfigError: When the number of optimizers, groups or schedulers depends on the layers.
+        ConfigError: If the number of optimizers, groups or schedulers depends on the layers.
     """
     strategy = trainer.strategy
     old, old_schedules = list(strategy.optimizers), list(strategy.lr_scheduler_configs)
@@ -68,7 +65,7 @@ def snapshot(optimizers: list[Optimizer]) -> list[dict[str, Any]]:
 
 
 def put_back(optimizers: list[Optimizer], states: list[dict[str, Any]]) -> None:
-    """Load what `snapshot` gave into optimizers of the same model; their groups' settings stay."""
+    """Load the result of `snapshot` into optimizers of the same model; their groups' settings stay."""
     for optimizer, state in zip(optimizers, states, strict=False):
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import copy
 from itertools import islice
 from typing import Any
 
@@ -14,13 +13,14 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 
 from ctdr_lightning.recovery.duplicate import duplicate
+from ctdr_lightning.trainer.accuracy.own_loaders import own_loader
 from ctdr_lightning.trainer.modules import overrides
 
 _SILENT = ("log", "log_dict", "manual_backward", "toggle_optimizer", "untoggle_optimizer", "clip_gradients", "print")
 
 
 class _StillOptimizer:
-    """Stands in for an optimizer and does nothing."""
+    """Takes the place of an optimizer and does nothing."""
 
     def __init__(self, optimizer: Any) -> None:
         self.param_groups = optimizer.param_groups
@@ -95,30 +95,21 @@ def run_step(module: LightningModule, trainer: Any, name: str, batch: Any, batch
 def training_batches(trainer: Any, module: LightningModule, count: int) -> Iterator[Any]:
     """Draw batches from the training data, on the device and in the precision that a step would get.
 
+    The place of the training's own loaders, samplers and random generators stays where it is.
+
     Args:
         trainer: Past ``fit_loop.setup_data``.
         module: Its batch transfer hooks are used.
         count: How many at most; no more than an epoch has.
     """
     loader = CombinedLoader(trainer.train_dataloader, "max_size_cycle")
-    loader.flattened = [_with_own_workers(each) for each in loader.flattened]
+    loader.flattened = [own_loader(each) for each in loader.flattened]
     hooks: Any = trainer.datamodule
     if hooks is None or not overrides(hooks, "on_before_batch_transfer"):
         hooks = module
     for batch, _, _ in islice(iter(loader), int(min(count, trainer.num_training_batches))):
         ready = hooks.on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), 0)
         yield trainer.strategy.batch_to_device(ready, dataloader_idx=0)
-
-
-def _with_own_workers(loader: Any) -> Any:
-    """A loader whose workers, if they persist, and whose place in the data are not those of the epoch."""
-    persists = getattr(loader, "persistent_workers", False)
-    if not persists and not hasattr(loader, "state_dict"):
-        return loader
-    own = copy(loader)
-    if persists:
-        vars(own)["persistent_workers"] = False  # DataLoader refuses the assignment
-    return own
 
 
 def mean_over_ranks(trainer: Any, tensor: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ def measure(trainer: Any, module: nn.Module, monitor: str) -> float:
         The metric, the mean over ranks.
 
     Raises:
-        ConfigError: When there is no validation data, or no such metric is logged.
+        ConfigError: If there is no validation data, or no such metric is logged.
     """
     if not trainer.enable_validation or trainer.val_dataloaders is None:
         raise ConfigError(
@@ -47,7 +47,7 @@ def logged_metric(metrics: dict[str, torch.Tensor], monitor: str) -> torch.Tenso
     """One logged metric.
 
     Raises:
-        ConfigError: When it was not logged.
+        ConfigError: If it was not logged.
     """
     if monitor not in metrics:
         raise ConfigError(

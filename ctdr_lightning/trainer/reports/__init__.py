@@ -1,1 +1,1 @@
-"""What a run says: metrics, tables, pictures."""
+"""Output of a run: metrics, tables, pictures."""

@@ -1,4 +1,4 @@
-"""Numbers, reports and pictures for whatever loggers a trainer has, told apart by what they can do."""
+"""Numbers, reports and pictures for a trainer's loggers, by their abilities."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ctdr_lightning.basics import files
-from ctdr_lightning.evaluate.pages.run_folder import write_run
-from ctdr_lightning.evaluate.pages.run_page import RunParts
+from ctdr_lightning.pages.run_folder import write_run
+from ctdr_lightning.pages.run_page import RunParts
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def publish_text(loggers: Sequence[Any], name: str, text: str, step: int) -> Non
     Args:
         loggers: The trainer's loggers.
         name: Such as ``"ctdr/report"``.
-        text: What to show.
+        text: Its contents.
         step: Step it belongs to.
     """
     for logger in loggers:

@@ -1,16 +1,35 @@
-"""What is said of a run's memory: peaks measured and predicted, events, the plan in words and as a picture."""
+"""Reports on a run's memory: peaks measured and predicted, events, the plan in words and as a picture."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 from ctdr_lightning.basics.units import GIB
 from ctdr_lightning.memory import Plan, simulate
+from ctdr_lightning.memory.events import OverBudget
 from ctdr_lightning.memory.simulator.transfers import Transfers
+from ctdr_lightning.trainer.reports.event_words import words_of
 from ctdr_lightning.trainer.training_step.batch_meter import BatchMeter
 from ctdr_lightning.trainer.training_step.device import device_peaks
+from ctdr_lightning.trainer.training_step.events import RecordedOverBudget
 from ctdr_lightning.trainer.training_step.memory_stage import MemoryStage
+
+
+@dataclass(frozen=True)
+class PlanPeaks:
+    """Predictions for the largest kind of step; 0 where nothing is planned.
+
+    Attributes:
+        predicted_bytes: Peak of its batch under its plan.
+        unplanned_bytes: Peak of its batch without a plan.
+        slowdown: Seconds under its plan, in plain steps of the same model.
+    """
+
+    predicted_bytes: int = 0
+    unplanned_bytes: int = 0
+    slowdown: float = 0.0
 
 
 class MemoryReport:
@@ -37,7 +56,7 @@ class MemoryReport:
         return {"ctdr/peak_memory_gib": measured.peak_bytes / GIB} if measured is not None else {}
 
     def predicted(self) -> dict[str, float]:
-        """What the last plan predicts; the same names on every rank, whose loggers wait for each other."""
+        """Predictions of the last plan; the same names on every rank, because their loggers wait for each other."""
         if self._memory.session is None:
             return {}
         shown = self._memory.last_plan
@@ -46,24 +65,40 @@ class MemoryReport:
             "ctdr/predicted_peak_gib": max(peak_bytes, self._memory.rest_peak_bytes) / GIB,
             "ctdr/recompute_s": recompute_s,
         }
+        if self._memory.most_pinned_bytes is not None:
+            found["ctdr/pinned_gib"] = self._memory.most_pinned_bytes / GIB
         return found | self._transfers(shown) if self._memory.offloads else found
 
-    def largest_predicted_bytes(self) -> int:
-        """The largest peak that the plans of the run's kinds of steps predict; 0 where nothing is planned."""
+    def plan_peaks(self) -> PlanPeaks:
+        """The largest peak of the run's kinds of steps, predicted with and without their plans."""
         plans = self._memory.session.plans if self._memory.session is not None else ()
-        return max((self._memory.rest_peak_bytes, *(plan.peak_bytes for plan in plans))) if plans else 0
+        if not plans:
+            return PlanPeaks()
+        largest = max(plans, key=lambda plan: plan.peak_bytes)
+        rest_bytes = self._memory.rest_peak_bytes
+        unplanned_bytes = max(rest_bytes, simulate(largest.trace).peak_bytes)
+        return PlanPeaks(max(rest_bytes, largest.peak_bytes), unplanned_bytes, largest.seconds / largest.trace.seconds)
+
+    def over_budget_bytes(self) -> int:
+        """The most by which a step of the run was seen to exceed the budget."""
+        session, budget = self._memory.session, self._memory.budget_bytes
+        if session is None or budget is None:
+            return 0
+        recorded = [event.n_bytes for event in session.events if isinstance(event, OverBudget)]
+        whole = [event.n_bytes - budget for event in session.events if isinstance(event, RecordedOverBudget)]
+        return max([0, *recorded, *whole])
 
     @staticmethod
     def _transfers(shown: Plan | None) -> dict[str, float]:
-        """What the last plan predicts of transfers: bytes that leave the device in a step, and the waits for them."""
+        """Predicted transfers of the last plan: bytes that leave the device in a step, and the waits for them."""
         transfers = shown.timeline.transfers if shown is not None else Transfers()
         return {"ctdr/moved_gib": transfers.moved_bytes / GIB, "ctdr/transfer_wait_s": transfers.waits_s}
 
     def new_events(self) -> list[str]:
-        """What the session did since the last call, in words."""
+        """Events of the session since the last call, in words."""
         events = self._memory.session.events if self._memory.session is not None else []
         new, self._logged_events = events[self._logged_events :], len(events)
-        return new
+        return [words_of(event) for event in new]
 
     def explain(self) -> str:
         """The last plan in words."""
@@ -71,7 +106,7 @@ class MemoryReport:
         return found.explain() if found is not None else "No plan yet."
 
     def picture(self) -> Any:
-        """Memory over the planned step beside the plain one, a matplotlib figure; None without matplotlib or a plan."""
+        """Memory over the planned step and the plain one, a matplotlib figure; None without matplotlib or a plan."""
         session = self._memory.session
         if session is None or session.plan is None or find_spec("matplotlib") is None:
             return None

@@ -1,4 +1,4 @@
-"""The table that opens a run: what was decomposed, in 100 columns. The whole report goes to the loggers."""
+"""The table that opens a run: its decomposition, in 100 columns. The whole report goes to the loggers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Sequence
 
+from ctdr_lightning.basics.columns import aligned
 from ctdr_lightning.decomposition import Report
 from ctdr_lightning.decomposition.report import LayerReport
 
@@ -18,7 +19,7 @@ def opening_table(report: Report) -> str:
     """A line for each factorized layer, one on those that stay dense, and the whole.
 
     Args:
-        report: What was decomposed.
+        report: Of the decomposition.
 
     Returns:
         Text of at most 100 columns.
@@ -26,7 +27,7 @@ def opening_table(report: Report) -> str:
     rows = [_cells(row) for row in report.factorized]
     before, after = report.parameters_before, report.parameters_after
     whole = ("whole model", "", "", f"{before:,} -> {after:,}", f"{after / max(before, 1):.1%}", "", "")
-    lines = _aligned([_HEAD, *rows, whole])
+    lines = [clipped(line) for line in aligned([_HEAD, *rows, whole])]
     rule = "-" * max(map(len, lines))
     dense = [row for row in report if row.decision != "factorized"]
     stay = "layer stays" if len(dense) == 1 else "layers stay"
@@ -74,8 +75,3 @@ def _reasons(rows: Sequence[LayerReport]) -> str:
 
 def _shortly(row: LayerReport) -> str:
     return row.reason.partition(",")[0].partition(":")[0].partition(" (")[0]
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [clipped("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()) for row in rows]

@@ -27,7 +27,7 @@ def write_account(folder: Path, name: str, error: BaseException, module: nn.Modu
     Args:
         folder: Where to.
         name: Stem of the files.
-        error: What the step raised.
+        error: The step's error.
         module: The model.
         session: The memory session with the step's trace and plan, or None.
 
@@ -53,7 +53,7 @@ def _planned(trace: Trace, plan: Plan | None) -> list[Row]:
 
 
 def _found(module: nn.Module) -> list[Row]:
-    """Tensors alive now that the model does not own: name, or what made them, and size."""
+    """Live tensors that the model does not own: name, or the op that made them, and size."""
     owned = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
     rows: dict[int, Row] = {}
     for thing in gc.get_objects():

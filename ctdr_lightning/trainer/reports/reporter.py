@@ -1,4 +1,4 @@
-"""What a run says: numbers to log, texts and pictures to publish, and an account when memory ran out."""
+"""Output of a run: numbers to log, texts and pictures to publish, and an account after memory ran out."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from ctdr_lightning.decomposition import Choices, Report
 from ctdr_lightning.decomposition.report import report_of
 from ctdr_lightning.joint.budget_fit import BudgetFit
+from ctdr_lightning.recovery.decisions import Progress
 from ctdr_lightning.trainer.accuracy.coach import Coach
-from ctdr_lightning.trainer.options import CallbackOptions
+from ctdr_lightning.trainer.options import AUTO, IF_NEEDED, CallbackOptions
 from ctdr_lightning.trainer.reports.loggers import publish_figure, publish_run, publish_text
 from ctdr_lightning.trainer.reports.memory_report import MemoryReport
 from ctdr_lightning.trainer.reports.monitor import Monitor, utilisation
@@ -22,25 +23,30 @@ from ctdr_lightning.trainer.reports.opening import opening_table, wrapped
 from ctdr_lightning.trainer.reports.out_of_memory import write_account
 from ctdr_lightning.trainer.reports.run_history import RunHistory
 from ctdr_lightning.trainer.reports.summary import RunFacts, closing_summary
+from ctdr_lightning.trainer.run_state import RunState
 from ctdr_lightning.trainer.surgeon import Surgeon
 from ctdr_lightning.trainer.training_step.memory_stage import MemoryStage
-from ctdr_lightning.trainer.training_step.step_runner import StepRunner
+from ctdr_lightning.trainer.training_step.pipeline import StepRunner
 
+_OTHERS = (
+    'Others: rank=None keeps the dense model; rank="auto" looks for a harmless cut that is no slower; a share such as '
+    "rank=0.5 cuts to it; max_slowdown= limits the time, max_loss= the loss."
+)
 _log = logging.getLogger(__name__)
 
 
 class Reporter:
-    """Collects from the stages what users see.
+    """Collects the users' output from the stages.
 
     Args:
         options: The callback's arguments; ``verbose`` says whether to print as well.
-        surgeon: Knows what was decomposed.
+        surgeon: Knows the decomposition.
         memory: Knows plans and peaks.
         engine: Has measured steps.
         monitor: Has counted them.
 
     Attributes:
-        fit: What ``rank="auto"`` chose; None elsewhere.
+        fit: The choice of ``rank="auto"``; None elsewhere.
     """
 
     def __init__(
@@ -58,7 +64,7 @@ class Reporter:
         """A checkpoint was read: its layers are trained, whatever this run's arguments ask.
 
         Args:
-            wished: What this run chose before it read the checkpoint.
+            wished: Choices of this run before it read the checkpoint.
             options: The arguments of the run that wrote it, as primitives.
             own: This run's.
         """
@@ -70,10 +76,38 @@ class Reporter:
         names = [name for name in ("rank", "method", "select", "choices") if given.get(name) != before.get(name)]
         if names:
             shown = ", ".join(f"{name}={_shortened(given.get(name))}" for name in names)
-            rank_zero_warn(f"The checkpoint's layers are trained as they are; ignored of this run: {shown}.")
+            rank_zero_warn(f"The checkpoint's layers are trained unchanged; ignored of this run: {shown}.")
+
+    def recovery_ends(self, state: RunState) -> None:
+        """A checkpoint of a run with recovery was read by a callback without it."""
+        progress = Progress.from_dict(state.recovery.get("progress")) if isinstance(state.recovery, Mapping) else None
+        n_left = progress.stages - progress.stage if progress is not None and not progress.rolled_back else 0
+        dense = f", and the layers of {n_left} more stage{'s' * (n_left > 1)} stay dense" if n_left > 0 else ""
+        rank_zero_warn(
+            f"The checkpoint's run has recovery, this one has none: its schedule ends here{dense}. "
+            "Give recovery= as that run did; CTDRCallback.from_checkpoint(path) takes over its arguments."
+        )
+
+    def adopted(self, module: LightningModule, own: CallbackOptions) -> None:
+        """The model came with its layers cut: they are trained, whatever this run's arguments ask."""
+        n_layers = len(report_of(module).layers)
+        names = [
+            name
+            for name in ("choices", "rank", "method", "select")
+            if getattr(own, name) not in (None, AUTO, IF_NEEDED)
+        ]
+        shown = ", ".join(f"{name}={_shortened(own.to_dict().get(name))}" for name in names)
+        layers = "layer is" if n_layers == 1 else f"{n_layers} layers are"
+        rank_zero_warn(
+            f"The model's {layers} cut already and trained without another cut"
+            f"{f'; ignored of this run: {shown}' if shown else ''}. "
+            "Call ctdr_lightning.merge(model) before fit to make the layers dense and cut them anew."
+        )
 
     def _report(self, module: LightningModule) -> Report | None:
-        """What is trained: the layers as they were cut here, or as they came from the checkpoint."""
+        """Report on the trained layers: cut here, or cut before in the model or the checkpoint."""
+        if self._surgeon.adopted:
+            return report_of(module, self._surgeon.parameters_before, "as it came with the model")
         if self._resumed and self._surgeon.decomposes:
             return report_of(module, self._surgeon.parameters_before)
         return self._surgeon.report
@@ -82,10 +116,15 @@ class Reporter:
         """Print the decomposition, once."""
         report = self._report(module) if self._verbose and not self._printed_decomposition else None
         if report is not None:
-            chosen = ["", *self.fit.sentences()] if self.fit is not None and not self._resumed else []
-            text = "\n".join([opening_table(report), *map(wrapped, chosen)])
-            rank_zero_info(f"CTDR:\n{text}")
+            rank_zero_info(f"CTDR:\n{self._opening(report)}")
             self._printed_decomposition = True
+
+    def _opening(self, report: Report) -> str:
+        """The layers that were cut, and how ranks and plan were chosen for a budget."""
+        fit = self.fit if not self._resumed else None
+        layers = [opening_table(report)] if fit is None or not fit.is_dense else []
+        chosen = [fit.table(), _OTHERS, *fit.sentences()] if fit is not None else []
+        return "\n\n".join([*layers, wrapped("\n".join(chosen))] if chosen else layers)
 
     def parameter_counts(self, trainer: Any, module: LightningModule) -> dict[str, float]:
         """Parameters before and after; the whole table goes to the loggers."""
@@ -103,8 +142,8 @@ class Reporter:
     def interval(self, trainer: Any, module: LightningModule, batch: Any) -> dict[str, Any]:
         """The numbers of the last log interval; new plans go to the loggers."""
         values: dict[str, Any] = self._monitor.interval(trainer)
-        values |= utilisation(trainer, self._engine.step_flops, values.get("ctdr/step_time_s", 0.0))
-        values |= self._memory_report.peaks(trainer, self._engine.measured)
+        values |= utilisation(trainer, self._engine.meters.step_flops, values.get("ctdr/step_time_s", 0.0))
+        values |= self._memory_report.peaks(trainer, self._engine.meters.measured)
         values |= self._memory_report.predicted()
         highest = max(self._measured.get("ctdr/peak_memory_gib", 0.0), values.get("ctdr/peak_memory_gib", 0.0))
         self._measured |= {name: float(value) for name, value in values.items()} | {"ctdr/peak_memory_gib": highest}
@@ -135,17 +174,17 @@ class Reporter:
             publish_figure(trainer.loggers, "ctdr/memory", picture, trainer.global_step)
 
     def close(self, trainer: Any, module: LightningModule, coach: Coach | None) -> None:
-        """Say what became of the run: printed, and given to the loggers.
+        """Print the summary of the run, and give it to the loggers.
 
         Args:
             trainer: At the end of a fit.
-            module: The model as it is.
-            coach: Knows where recovery stands; None without recovery.
+            module: The model at its end.
+            coach: Knows the progress of the recovery; None without recovery.
         """
         if not trainer.is_global_zero:
             return
         self._publish_run(trainer, module)
-        if not self._surgeon.decomposes:
+        if not self._surgeon.decomposes and self._memory.session is None:
             return
         after = sum(parameter.numel() for parameter in module.parameters())
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if "ctdr/" not in name}
@@ -155,7 +194,9 @@ class Reporter:
             monitor=(coach.recovery.monitor or "") if coach is not None else "",
             progress=coach.progress if coach is not None else None,
             metrics=metrics,
-            predicted_peak_bytes=self._memory_report.largest_predicted_bytes(),
+            peaks=self._memory_report.plan_peaks(),
+            budget_bytes=self._memory.budget_bytes,
+            over_bytes=self._memory_report.over_budget_bytes(),
             measured=self._measured,
             fit=self.fit,
         )
@@ -165,7 +206,7 @@ class Reporter:
         publish_text(trainer.loggers, "ctdr/summary", text, trainer.global_step)
 
     def _publish_run(self, trainer: Any, module: LightningModule) -> None:
-        """The run as an HTML page, its record and its plan beside it."""
+        """Write the run as an HTML page, with its record and its plan."""
         after = sum(parameter.numel() for parameter in module.parameters())
         parts = self._history.parts(
             type(module).__name__,
@@ -178,10 +219,10 @@ class Reporter:
         publish_run(trainer.loggers, parts)
 
     def write_out_of_memory_report(self, trainer: Any, module: LightningModule, error: BaseException) -> None:
-        """Write down who held what when a step ran out of memory."""
+        """Write an account of the tensors and their holders after a step ran out of memory."""
         name = f"ctdr-out-of-memory-step{trainer.global_step}-rank{trainer.global_rank}"
         path = write_account(Path(trainer.default_root_dir), name, error, module, self._memory.session)
-        _log.error("CTDR: the step ran out of memory; who held what is in %s", path)
+        _log.error("CTDR: the step ran out of memory; %s lists the tensors and their layers", path)
 
 
 def _shortened(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What a run was asked for, what it said and its numbers over time, kept for the page that is written at its end."""
+"""A run's settings, its output and its numbers over time, kept for the page at its end."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ctdr_lightning.decomposition import Report
-from ctdr_lightning.evaluate.pages.run_page import RunParts
-from ctdr_lightning.evaluate.pages.run_record import RunRecord, finite, layer_lines
 from ctdr_lightning.memory import Plan
+from ctdr_lightning.pages.run_page import RunParts
+from ctdr_lightning.pages.run_record import RunRecord, finite, layer_rows
 
 # A long run with one entry a log point would make the page too long: beyond this many every second entry goes.
 _MOST_ENTRIES = 4000
@@ -38,19 +38,19 @@ class RunHistory:
         self._events.append(event)
 
     def parts(self, name: str, report: Report | None, plan: Plan | None, **sizes: int) -> RunParts:
-        """The run as it is told.
+        """The run in the form of a page.
 
         Args:
             name: Of the run.
-            report: What was decomposed; None where nothing was.
-            plan: The memory plan; None where there is none.
+            report: The decomposition; None without one.
+            plan: The memory plan; None if there is none.
             sizes: ``parameters_before``, ``parameters_after`` and ``dense_peak_bytes`` of the record.
         """
         record = RunRecord(
             name=name,
             settings=self._settings,
             **sizes,
-            layers=layer_lines(report),
+            layers=layer_rows(report),
             history=tuple(self._entries),
             events=tuple(self._events),
         )

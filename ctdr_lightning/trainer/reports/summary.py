@@ -1,4 +1,4 @@
-"""The closing account of a run: accuracy on its way, size, peak, step time, and what the budget bought."""
+"""The closing summary of a run: size, accuracy over time, peak, verdict on the budget, step time."""
 
 from __future__ import annotations
 
@@ -8,24 +8,27 @@ from dataclasses import dataclass, field
 from ctdr_lightning.basics.units import GIB, format_bytes, format_seconds
 from ctdr_lightning.joint.budget_fit import BudgetFit
 from ctdr_lightning.recovery.decisions import Progress
+from ctdr_lightning.trainer.reports.memory_report import PlanPeaks
 
-# As many as stand in one line of a terminal.
+# As many as fit one line of a terminal.
 _MOST_METRICS = 6
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What is known when training ends.
+    """Facts at the end of training.
 
     Attributes:
         parameters_before: Of the dense model.
-        parameters_after: Of the model as it is.
+        parameters_after: Of the present model.
         monitor: Name of the metric that recovery goes by; empty without recovery.
-        progress: Where recovery stands; None without recovery.
+        progress: Progress of the recovery; None without recovery.
         metrics: The last validation's metrics by name.
-        predicted_peak_bytes: Largest peak that the memory plans predict; 0 where nothing is planned.
+        peaks: Predictions of the memory plans.
+        budget_bytes: The budget; None without one.
+        over_bytes: The most by which a step was seen to exceed the budget, apart from the measured peak.
         measured: The last log interval's numbers, by their names in the loggers; the peak is the highest of any.
-        fit: What ``rank="auto"`` chose; None elsewhere.
+        fit: The choice of ``rank="auto"``; None elsewhere.
     """
 
     parameters_before: int
@@ -33,15 +36,17 @@ class RunFacts:
     monitor: str = ""
     progress: Progress | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
-    predicted_peak_bytes: int = 0
+    peaks: PlanPeaks = field(default_factory=PlanPeaks)
+    budget_bytes: int | None = None
+    over_bytes: int = 0
     measured: Mapping[str, float] = field(default_factory=dict)
     fit: BudgetFit | None = None
 
 
 def closing_summary(facts: RunFacts) -> str:
-    """The account, a line each; what is not known is left out."""
+    """The summary as lines; unknown facts are left out."""
     lines = [_size(facts)]
-    lines += [text for text in (_accuracy(facts), _peak(facts), _time(facts), _bought(facts)) if text]
+    lines += [text for text in (_accuracy(facts), _peak(facts), _kept(facts), _time(facts), _chosen(facts)) if text]
     return "\n".join(lines)
 
 
@@ -70,28 +75,43 @@ def _accuracy(facts: RunFacts) -> str:
 
 
 def _peak(facts: RunFacts) -> str:
-    measured = facts.measured.get("ctdr/peak_memory_gib", 0.0) * GIB
-    told = [f"{format_bytes(facts.predicted_peak_bytes)} predicted"] if facts.predicted_peak_bytes else []
+    peaks, measured = facts.peaks, _measured_peak_bytes(facts)
+    told = [f"dense {format_bytes(facts.fit.dense_peak_bytes)}"] if facts.fit is not None else []
+    told += [f"{format_bytes(peaks.unplanned_bytes)} without a plan"] if peaks.unplanned_bytes else []
+    told += [f"{format_bytes(peaks.predicted_bytes)} predicted"] if peaks.predicted_bytes else []
     told += [f"{format_bytes(measured)} measured"] if measured else []
     return f"Peak of a step: {', '.join(told)}." if told else ""
+
+
+def _measured_peak_bytes(facts: RunFacts) -> int:
+    return round(facts.measured.get("ctdr/peak_memory_gib", 0.0) * GIB)
+
+
+def _kept(facts: RunFacts) -> str:
+    """Verdict on the budget, by measured bytes alone."""
+    if facts.budget_bytes is None:
+        return ""
+    measured, budget = _measured_peak_bytes(facts), format_bytes(facts.budget_bytes)
+    over = max(facts.over_bytes, measured - facts.budget_bytes)
+    if over > 0:
+        return f"Budget of {budget} kept: no, by {format_bytes(over)}."
+    if not measured:
+        return f"Budget of {budget} kept: not measured; Trainer(log_every_n_steps=) sets how often steps are."
+    return f"Budget of {budget} kept: yes."
 
 
 def _time(facts: RunFacts) -> str:
     taken = facts.measured.get("ctdr/step_time_s", 0.0)
     speed = facts.measured.get("ctdr/samples_per_s", 0.0)
-    return f"Time of a batch: {format_seconds(taken)}, {speed:,.0f} samples/s." if taken else ""
+    planned = f"; x{facts.peaks.slowdown:.2f} of the time without the plan, predicted" if facts.peaks.slowdown else ""
+    return f"Time of a batch: {format_seconds(taken)}, {speed:,.0f} samples/s{planned}." if taken else ""
 
 
-def _bought(facts: RunFacts) -> str:
+def _chosen(facts: RunFacts) -> str:
+    """Measurements of the choice of ranks, made before training."""
     fit = facts.fit
     if fit is None:
         return ""
-    share = fit.peak_bytes / max(fit.dense_peak_bytes, 1)
-    model = (
-        "the dense model" if fit.is_dense else f"{fit.parameters_before / fit.parameters_after:.1f}x fewer parameters"
-    )
-    paid = f"{fit.measured_slowdown:.2f} of the dense step's time, " if fit.measured_slowdown else ""
-    asked = f"The budget of {format_bytes(fit.budget_bytes)}" if fit.budget_bytes else "The choice of ranks and plan"
-    metric = f"\nBefore training: {fit.metric}." if fit.metric is not None else ""
-    bought = f"{asked} bought a step at {share:.0%} of the dense peak for {paid}{model} and a KL of {fit.loss:.4f}."
-    return bought + metric
+    told = [f"x{fit.measured_slowdown:.2f} of the dense step's time"] if fit.measured_slowdown else []
+    told += [f"a KL of {fit.loss:.4f} nats", *([str(fit.metric)] if fit.metric is not None else [])]
+    return f"Measured before training: {'; '.join(told)}."

@@ -6,42 +6,61 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from ctdr_lightning.memory.values.live_bytes import PeakMeter, tell_trackers
-from ctdr_lightning.trainer.training_step.resident import local_bytes
+from ctdr_lightning.memory.values.live_bytes import PeakMeter
+from ctdr_lightning.trainer.training_step.optimizer.resident import local_bytes
 
 
 class BatchMeter:
     """Counts from before the forward until after the optimizer's step.
 
     Args:
-        standing: What is in memory already: weights, buffers, optimizer state, the batch.
-        passing: What may be freed meanwhile: gradients of batches before, copies that would put a failed step back.
+        standing: Tensors that are resident throughout: weights, buffers, the batch.
+        passing: Tensors that may be freed meanwhile: gradients of earlier batches, optimizer state, copies for a retry.
 
     Attributes:
         peak_bytes: True peak of the batch, once it is over.
-        rest_bytes: How far memory rose, after the backward, above where the backward left it.
+        rest_bytes: Rise of the memory after a backward, above its level at the end of the backward.
+        beside_bytes: Bytes that an optimizer had made when it ran another step of the batch, as its closure.
     """
 
     def __init__(self, standing: Iterable[Tensor], passing: Iterable[Tensor]) -> None:
-        self.peak_bytes = self.rest_bytes = 0
+        self.peak_bytes = self.rest_bytes = self.beside_bytes = 0
         self._standing_bytes = local_bytes(standing)
         self._step_bytes = self._level_bytes = 0
         self._in_backward = True
         self._meter = PeakMeter()
         self._meter.__enter__()
-        tell_trackers(passing)
+        self._meter.live.track(passing)  # others may count them as resident
 
     def backward_done(self) -> None:
-        """What follows is the rest of the batch: unscaling, clipping, the optimizer's step. Twice is once."""
+        """The rest of the batch begins: unscaling, clipping, the optimizer's step. A second call has no effect."""
         live = self._meter.live
         if self._in_backward:
             self._in_backward = False
-            self._step_bytes, self._level_bytes = live.peak, live.now
+            self._step_bytes, self._level_bytes = max(self._step_bytes, live.peak), live.now
+            live.peak = live.now
+
+    def step_begins(self, passing: Iterable[Tensor]) -> None:
+        """Another step of the same batch begins.
+
+        Args:
+            passing: As for the first step, at present.
+        """
+        live = self._meter.live
+        live.track(passing := list(passing))
+        self._rest_done()
+        self.beside_bytes = max(self.beside_bytes, live.now - local_bytes(passing))
+
+    def _rest_done(self) -> None:
+        live = self._meter.live
+        if not self._in_backward:
+            self.rest_bytes = max(self.rest_bytes, live.peak - self._level_bytes)
+            self._step_bytes = max(self._step_bytes, live.peak)
+            self._in_backward = True
             live.peak = live.now
 
     def done(self) -> None:
         """The batch is over."""
         self._meter.__exit__(None, None, None)
-        live = self._meter.live
-        self.peak_bytes = self._standing_bytes + max(self._step_bytes, live.peak)
-        self.rest_bytes = max(live.peak - self._level_bytes, 0)
+        self._rest_done()
+        self.peak_bytes = self._standing_bytes + max(self._step_bytes, self._meter.live.peak)

@@ -9,6 +9,7 @@ import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from torch import Tensor
 
+from ctdr_lightning.basics.gpu_memory import begin_interval, highest
 from ctdr_lightning.basics.units import GIB
 
 
@@ -26,17 +27,17 @@ def device_peaks(device: torch.device) -> dict[str, float]:
     """Peak of the CUDA allocator since the last call, in GiB; empty on other devices."""
     if device.type != "cuda":
         return {}
-    peaks = {
-        "ctdr/peak_memory_gib": torch.cuda.max_memory_allocated(device) / GIB,
-        "ctdr/peak_reserved_gib": torch.cuda.max_memory_reserved(device) / GIB,
+    found = highest(device)
+    begin_interval(device)
+    return {
+        "ctdr/peak_memory_gib": found.allocated_peak / GIB,
+        "ctdr/peak_reserved_gib": found.reserved_peak / GIB,
     }
-    torch.cuda.reset_peak_memory_stats(device)
-    return peaks
 
 
 def allocated_peak_bytes(device: torch.device) -> int:
     """Peak of the CUDA allocator since `device_peaks` was last asked; 0 on other devices, which keep no count."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    return highest(device).allocated_peak if device.type == "cuda" else 0
 
 
 def batch_size(batch: Any) -> int:

@@ -21,9 +21,9 @@ class Patches:
         self._originals: list[tuple[Any, str, Any]] = []
 
     def put(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Replace a method by what ``make`` makes of it; the new one keeps its name and signature.
+        """Replace a method by the result of ``make``, which keeps its name and signature.
 
-        What stood on the instance already, as torch.compile puts it there, comes back with `undo`.
+        An attribute that the instance had already, such as that of torch.compile, comes back with `undo`.
         """
         inner = getattr(owner, name)
         self._originals.append((owner, name, vars(owner).get(name, _ABSENT)))
@@ -63,7 +63,7 @@ class LogCalls:
         self.computed = False
 
     def repeat(self) -> None:
-        """The step begins again: what the tries before have logged is not logged once more."""
+        """The step begins again: logs of earlier attempts are not repeated."""
         self._skipped, self._made = max(self._skipped, self._made), 0
 
     def counted(self, inner: Callable[..., Any]) -> Callable[..., Any]:

@@ -73,7 +73,7 @@ class Fitted(LightningModule):
         return F.cross_entropy(self.net(inputs).flatten(0, -2), targets.flatten())
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log the share that is told right."""
+        """Log the share of right answers."""
         inputs, targets = batch
         found = self.net(inputs).argmax(-1)
         self.log("val/acc", (found == targets).float().mean(), batch_size=len(inputs))

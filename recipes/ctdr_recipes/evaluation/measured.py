@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ctdr_lightning.evaluate.measure import measure_memory, measure_seconds, one_thread, training_tensors
 from ctdr_lightning.joint.twins import structure_of
 from ctdr_lightning.memory import Plan, Tape, Trace, record, simulate
 from ctdr_lightning.memory.holders.base import HolderOptions, Holders
@@ -30,6 +29,7 @@ from ctdr_recipes.evaluation.techniques import (
     TECHNIQUES,
     shapes_at,
 )
+from ctdr_recipes.measure import measure_memory, measure_seconds, one_thread, training_tensors
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Case:
         self.optimizer.step()
 
     def remaining(self) -> list[Tensor]:
-        """What is in memory between two steps."""
+        """The tensors in memory between two steps."""
         return [*training_tensors(self.model, self.optimizer), self.batch]
 
     def trace(self) -> Trace:

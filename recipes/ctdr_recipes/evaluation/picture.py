@@ -1,4 +1,4 @@
-"""Peak against time, a panel a network: where each technique stands beside the dense step."""
+"""Peak against time, a panel a network: each technique next to the dense step."""
 
 from __future__ import annotations
 

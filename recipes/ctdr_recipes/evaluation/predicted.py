@@ -9,11 +9,11 @@ from functools import partial
 
 from torch import nn
 
-from ctdr_lightning.evaluate.shares import saved_shares
 from ctdr_lightning.joint.twins import structure_of
 from ctdr_lightning.memory import Trace, record_fake, simulate
 from ctdr_lightning.memory.bounds.lower_bound import floor_bytes
 from ctdr_recipes.evaluation.nets import Net
+from ctdr_recipes.evaluation.shares import saved_shares
 from ctdr_recipes.evaluation.techniques import (
     BUDGET_SHARE,
     CTDR,
@@ -91,16 +91,17 @@ class Anatomy:
     peak_op: str
 
 
-def predict(name: str, net: Net, device: str) -> tuple[list[Row], list[Anatomy]]:
+def predict(name: str, net: Net, device: str, precision: str = "32-true") -> tuple[list[Row], list[Anatomy]]:
     """All techniques on one network.
 
     Args:
         name: Of the network.
         net: At its published size.
         device: A name from the device table, such as ``"a100"``.
+        precision: As Lightning names it, or ``"tf32"``.
     """
     models = _variants(net)
-    traces = {variant: _traced(model, net, device, net.size) for variant, model in models.items()}
+    traces = {variant: _traced(model, net, device, precision, net.size) for variant, model in models.items()}
     whole = simulate(traces[DENSE]).peak_bytes
     rows = []
     for technique in TECHNIQUES:
@@ -116,19 +117,20 @@ def predict(name: str, net: Net, device: str) -> tuple[list[Row], list[Anatomy]]
     return rows, [anatomy(name, variant, trace) for variant, trace in traces.items()]
 
 
-def with_batches(rows: Sequence[Row], net: Net, device: str) -> list[Row]:
+def with_batches(rows: Sequence[Row], net: Net, device: str, precision: str = "32-true") -> list[Row]:
     """One network's rows with the largest batch of each technique that is searched for.
 
     Args:
         rows: What `predict` found.
         net: At its published size.
         device: As for `predict`.
+        precision: As for `predict`.
     """
     models = _variants(net)
     (limit,) = (row.peak_bytes for row in rows if row.technique == DENSE)
     found = {DENSE: net.size}
     for technique in _SEARCHED:
-        traced = partial(_traced, models[_variant(technique)], net, device)
+        traced = partial(_traced, models[_variant(technique)], net, device, precision)
         found[technique] = _largest(technique, traced, net.size, limit)
     # CTDR chooses its ranks too, so that each single technique's step is one of its own.
     found[CTDR] = max(found.values())
@@ -144,8 +146,8 @@ def _variant(technique: str) -> str:
     return DECOMPOSED if technique in (DECOMPOSED, CTDR) else DENSE
 
 
-def _traced(model: nn.Module, net: Net, device: str, size: int) -> Trace:
-    trace = record_fake(model, net.batch(size, "meta"), net.step, device=device)
+def _traced(model: nn.Module, net: Net, device: str, precision: str, size: int) -> Trace:
+    trace = record_fake(model, net.batch(size, "meta"), net.step, device=device, precision=precision)
     trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     return trace.with_static(_ADAM_TENSORS * trained)
 
@@ -188,7 +190,7 @@ def largest_near(guess: int, fits: Callable[[int], bool]) -> int:
 
 
 def _guess(technique: str, traced: Callable[[int], Trace], size: int, limit: int) -> int:
-    """Where the least peak reaches a limit: by a line from the weights through one batch, then through two batches."""
+    """The batch whose least peak reaches a limit: by a line from the weights through one batch, then through two."""
     trace = traced(size)
     static, first = trace.resident_bytes, least_bytes(technique, trace)
     second_size = max(int(size * (limit - static) / max(first - static, 1)), 1)

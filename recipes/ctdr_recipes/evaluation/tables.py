@@ -39,7 +39,7 @@ class Evaluation:
 
     @classmethod
     def from_json(cls, text: str) -> Evaluation:
-        """Read what ``to_json`` wrote."""
+        """Read the output of ``to_json``."""
         data = json.loads(text)
         parts: dict[str, Any] = {n: tuple(kind(**row) for row in data[n]) for n, kind in _KINDS.items()}
         return cls(data["about"], **parts)
@@ -60,7 +60,7 @@ def about(found: Evaluation) -> str:
 
 
 def _days(found: Evaluation) -> dict[str, str]:
-    """What was measured on each day."""
+    """The measurements of each day."""
     named = [*((row.day, row.net) for row in _rows(found, "measured")), *((row.day, row.task) for row in found.learned)]
     by_day: dict[str, list[str]] = defaultdict(list)
     for day, name in named:

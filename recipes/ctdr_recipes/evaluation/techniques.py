@@ -1,4 +1,4 @@
-"""Five ways to train one network: as it is, smaller, with less kept, with less held here, and CTDR.
+"""Five ways to train one network: unchanged, smaller, with less kept, with less held here, and CTDR.
 
 Each but the first two is planned for the same share of the dense step's peak, so that their times can be compared: the
 peak is given, the time is what it costs.
@@ -16,7 +16,7 @@ from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.registry import Registry
 from ctdr_lightning.decomposition import Choices
 from ctdr_lightning.decomposition.choose.choices import LayerChoice
-from ctdr_lightning.decomposition.choose.propose import candidates
+from ctdr_lightning.decomposition.choose.request import candidates
 from ctdr_lightning.decomposition.layers.surgery import walk
 from ctdr_lightning.decomposition.methods.base import Method, Ranks
 from ctdr_lightning.decomposition.shapes.geometry import Geometry
@@ -36,7 +36,7 @@ _ROOM = (1.02, 1.05, 1.2)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one technique makes of a step.
+    """A step under one technique.
 
     Attributes:
         plan: The fastest plan found for the limit; where none fits, one near the least peak that was found.

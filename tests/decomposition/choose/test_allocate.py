@@ -74,7 +74,7 @@ def net():
 def steady_processor(monkeypatch):
     """A processor with fixed rates: measured on a busy machine, a launch can cost more than half of a small layer."""
     steady = DeviceModel("cpu", 5e10, 2.5e10, 1e10, 1e-6)
-    monkeypatch.setattr(costs, "_device", lambda device: steady)
+    monkeypatch.setattr(costs, "model_of", lambda device: steady)
 
 
 @pytest.mark.usefixtures("steady_processor")

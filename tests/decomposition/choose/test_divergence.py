@@ -1,5 +1,6 @@
 """How far outputs are from the dense ones, whatever the outputs are."""
 
+import math
 from collections import namedtuple
 
 import pytest
@@ -48,6 +49,26 @@ def test_zero_for_the_same_and_more_for_more(form):
         found.append(judge.divergence(model))
     assert found == sorted(found)
     assert found[0] > 1e-6
+
+
+CERTAIN = {
+    "logits": (50 * torch.eye(4), math.log(4)),
+    "shares": (torch.eye(4), math.log(4)),
+    "probabilities": (torch.tensor([[1.0, 1.0], [1.0, 0.0], [0.0, 1.0], [0.0, 0.0]]), 2 * math.log(2)),
+    "values": (3 * torch.eye(4) - 1, 0.5),
+}
+
+
+@pytest.mark.parametrize("kind", CERTAIN)
+def test_the_spread_of_certain_outputs_is_their_entropy_and_that_of_equal_ones_is_nothing(kind):
+    rows, spread = CERTAIN[kind]
+    model = nn.Linear(rows.shape[1], rows.shape[1], bias=False)
+    nn.init.eye_(model.weight)
+    labels = torch.arange(4).repeat(64) if kind == "logits" else torch.zeros(256)
+    for outputs, expected in ((rows.repeat(64, 1), spread), (rows[:1].repeat(256, 1).clone(), 0.0)):
+        judge = Judge(model, Batches.draw([(outputs, labels)], 1, lambda net, batch: net(batch[0]).sum()))
+        if kind != "values" or expected:  # equal values have no variance to be compared with
+            assert judge.spread() == pytest.approx(expected, rel=0.01, abs=1e-5)
 
 
 def test_logits_are_told_by_labels():

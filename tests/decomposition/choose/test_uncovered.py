@@ -52,7 +52,7 @@ class Tied(nn.Module):
 def test_where_the_model_misses_the_share_every_large_weight_that_stays_is_named_once_with_its_size(allocate):
     report = decompose(Tied(), rank=0.25, allocate=allocate)
     head, *lines = report.notes()
-    assert head.startswith("rank=0.25 is asked for, 66.0% of the model are left")
+    assert head.startswith("rank=0.25 was requested, but 66.0% of the model remain")
     assert len(lines) == 2
     assert "64 x 64, 45.4% of the model" in lines[0]
     assert "tied" in lines[0]

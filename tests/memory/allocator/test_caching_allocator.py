@@ -99,3 +99,16 @@ def test_no_two_blocks_overlap_and_the_sums_hold(seed, limit, expandable):
     for block in held:
         allocator.free(block)
     assert allocator.allocated_bytes == 0
+
+
+def test_the_end_of_an_expandable_segment_is_taken_last():
+    """PyTorch takes it for as large as it can grow: a larger block elsewhere fits better."""
+    allocator = CachingAllocator(expandable=True)
+    first, second = allocator.allocate(12 * MIB), allocator.allocate(4 * MIB)
+    begin = first.address
+    allocator.free(first)
+    assert allocator.allocate(3 * MIB).address == begin  # 4 MiB are free at the end
+    assert second.address == begin + 12 * MIB
+    allocator.allocate(9 * MIB)
+    assert allocator.allocate(3 * MIB).address == begin + 16 * MIB  # nothing else is left
+    assert allocator.reserved_bytes == 20 * MIB

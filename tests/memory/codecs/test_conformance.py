@@ -7,7 +7,7 @@ import torch
 
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.torch_private import allocations_of
-from ctdr_lightning.memory.codecs import CODECS, decode, encode
+from ctdr_lightning.memory.codecs import CODECS, decode, encode, sign
 from ctdr_lightning.memory.codecs.packing import pack_bits, unpack_as, unpack_bits
 from ctdr_lightning.memory.holders.measure import _line, measure_codecs
 from ctdr_lightning.memory.simulator.away import packed_bytes, temporary_growth
@@ -218,3 +218,17 @@ def test_bits_are_packed_and_unpacked(n):
 def test_an_unknown_codec_is_an_error_with_the_names():
     with pytest.raises(ConfigError, match="zvc"):
         encode(torch.ones(8), ("zvcc",))
+
+
+def test_on_a_gpu_the_sign_is_taken_without_a_question_and_gradients_are_the_same(monkeypatch):
+    """A number that Python wants drains a GPU's queue; where there is a NaN, ReLU's backward lets the gradient pass."""
+    monkeypatch.setattr(sign, "answers_at_once", lambda tensor: False)
+    for dtype in FLOATS:
+        flat = torch.tensor([float("nan"), 1.5, 0.0, -0.0, float("inf"), -2.0, 1e-30, -float("inf"), 3.0], dtype=dtype)
+        with monkeypatch.context() as patch:
+            for name in ("__bool__", "__int__", "__float__", "item", "tolist"):
+                patch.setattr(torch.Tensor, name, lambda *_: pytest.fail("a number was asked for"))
+            back = decode(encode(flat, ("sign",)))
+        grad = torch.arange(1, 10).to(dtype)
+        found, want = (torch.ops.aten.threshold_backward(grad, saved, 0) for saved in (back, flat))
+        assert torch.equal(found, want)

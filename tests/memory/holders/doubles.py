@@ -33,14 +33,14 @@ def late_disk(options: HolderOptions, seed: int):
     disk, late = HOLDERS["disk"](options), Late(seed)
     write, read = disk.write_all, disk.read_all
 
-    def write_all(sources, places):
+    def write_all(*args):
         late.sleep()
-        write(sources, places)
+        write(*args)
 
-    def read_all(targets, places, written):
+    def read_all(targets, *args):
         poison(targets)
         late.sleep()
-        read(targets, places, written)
+        read(targets, *args)
 
     disk.write_all, disk.read_all = write_all, read_all
     return disk
@@ -52,11 +52,11 @@ def late_host(options: HolderOptions, seed: int):
     for lane in (host.out, host.back):
         copy = lane._copy
 
-        def slow(tensors, after, copy=copy, lane=lane):
+        def slow(pairs, after, copy=copy, lane=lane):
             if lane is host.back:
-                poison(tensors[:1])
+                poison([target for target, _ in pairs])
             late.sleep()
-            copy(tensors, after)
+            copy(pairs, after)
 
         lane._copy = slow
     return host

@@ -12,9 +12,9 @@ from ctdr_lightning import CTDRCallback
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.memory.holders import eight_bits
 from ctdr_lightning.memory.holders.eight_bits import EightBits, eight_bit_bytes
+from ctdr_lightning.memory.holders.optimizer_bytes import predict
 from ctdr_lightning.memory.holders.optimizer_state import StateAway
 from ctdr_lightning.memory.values.live_bytes import PeakMeter, tell_trackers
-from ctdr_lightning.trainer.training_step.optimizer_bytes import predict
 from tests import parts
 from tests.trainer.training_step.test_optimizer_states import Wide, data, fit
 
@@ -39,6 +39,22 @@ class StandIn(ModuleType):
     def dequantize_blockwise(self, codes, state):
         scales = state.absmax.repeat_interleave(state.blocksize)[: codes.numel()]
         return state.code[codes.long()] * scales
+
+
+def test_nothing_is_asked_of_the_device(monkeypatch):
+    """A number that Python wants drains the queue of a GPU: two for each parameter and step."""
+    monkeypatch.setitem(sys.modules, "bitsandbytes", StandIn())
+    for made_once in (eight_bits._library, eight_bits._values):
+        made_once.cache_clear()
+    for name in ("__bool__", "__int__", "__float__", "item", "tolist"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *_: pytest.fail("a number was asked for"))
+    holder, both = EightBits(), torch.linspace(-1, 1, 5120)
+    signed, positive = (holder.put([t]).fetch()[0] for t in (both, both.abs()))
+    monkeypatch.undo()
+    assert (signed - both).abs().max() < 5e-3
+    assert (positive - both.abs()).abs().max() < 2.5e-3  # of the finer set
+    for made_once in (eight_bits._library, eight_bits._values):
+        made_once.cache_clear()
 
 
 LIBRARIES = ["stand-in", *(["bitsandbytes"] if find_spec("bitsandbytes") else [])]

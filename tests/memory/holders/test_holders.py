@@ -136,6 +136,27 @@ def test_links_are_measured(tmp_path):
         assert 0 <= link.busy_s_per_byte < 1e-7
 
 
+def test_a_links_latency_is_what_a_small_transfer_takes(monkeypatch):
+    """A link of 50 us and 1 ns a byte: both are found, on the way out and back."""
+    clock = [0.0]
+
+    def passes(n_bytes):
+        clock[0] += 5e-5 + 1e-9 * n_bytes
+
+    class Linked:
+        device_bytes = 0
+
+        def put(self, tensors):
+            n_bytes = tensors[0].nbytes
+            return SimpleNamespace(gone=lambda: passes(n_bytes), fetch=lambda: passes(n_bytes))
+
+    monkeypatch.setattr(measure, "_now", lambda device: clock[0])
+    monkeypatch.setattr(measure, "_busy_s_per_byte", lambda *_: 0.0)
+    link = measure._link("host", Linked(), HolderOptions())
+    assert link.latency_s == pytest.approx(5e-5)
+    assert (link.out_bytes_per_s, link.in_bytes_per_s) == pytest.approx((1e9, 1e9))
+
+
 class _Interfering:
     """A holder whose transfers take their time from whoever computes meanwhile: a computer and a holder at once."""
 

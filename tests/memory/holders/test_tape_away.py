@@ -7,13 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from ctdr_lightning.basics.errors import OffloadError
 from ctdr_lightning.memory import Plan, Tape, plan, record, simulate
 from ctdr_lightning.memory.codecs import CODECS
 from ctdr_lightning.memory.holders import HolderOptions
+from ctdr_lightning.memory.holders.away import can_wait
 from ctdr_lightning.memory.holders.base import Holders
-from ctdr_lightning.memory.plans.actions import Compress, Offload
+from ctdr_lightning.memory.simulator.actions import Compress, Offload
 from ctdr_lightning.memory.tape.courier import Courier
 from ctdr_lightning.memory.tape.online import Evictor
 from ctdr_lightning.memory.traces.bells import bells_of
@@ -301,3 +303,48 @@ def saves_at(trace, place):
     """How many tensors autograd saves between the op at a tick and the next."""
     until = min((op.tick for op in trace.ops if op.tick > place), default=place + 1)
     return sum(place <= save.packed < until for value in trace.values for save in value.saves)
+
+
+def forward_mode(net):
+    """A directional derivative: the tangents of what is no part of the direction are zeros without any memory."""
+    x = torch.linspace(-1, 1, 64).reshape(8, 8)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        out = net(dual)
+        zeros = forward_ad.unpack_dual(net(forward_ad.make_dual(x, torch.ops.aten._efficientzerotensor(x.shape))))
+        value, tangent = forward_ad.unpack_dual(out)
+    return (value * tangent).mean() + zeros.primal.square().mean()
+
+
+def conjugated(net):
+    """Autograd saves conjugates, whose storage says something else than they do."""
+    x = torch.linspace(-1, 1, 64).reshape(8, 8)
+    wave = torch.fft.fft(net(x))
+    return (wave * wave.conj().exp() * wave.imag.neg()).abs().mean()
+
+
+@pytest.mark.parametrize("step", [forward_mode, conjugated])
+@pytest.mark.parametrize("seed", range(3))
+def test_what_has_no_plain_storage_stays(step, seed, tmp_path):
+    torch.manual_seed(0)
+    bench = Bench(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), step)
+    want = bench.run()
+    trace = bench.record().with_machine(LINKS, COSTS)
+    facts = facts_of(trace)
+    actions = {v: Offload(["host", "disk"][(v + seed) % 2], ()) for v in trace.saved if facts[v].movable}
+    assert actions
+    assert not bench.run(Tape(planned(trace, actions))).differs_from(want)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ops.aten._efficientzerotensor((4, 4)),
+        torch.ones(4, dtype=torch.complex64).conj(),
+        torch.ones(4, dtype=torch.complex64).conj().imag,
+        torch.ones(4).to_sparse(),
+    ],
+)
+def test_what_can_wait_has_its_elements_in_its_storage(tensor):
+    assert not can_wait(tensor)
+    assert can_wait(torch.ones(4))

@@ -9,10 +9,10 @@ from ctdr_lightning.basics.documents import plain_of, read_record
 from ctdr_lightning.basics.errors import CheckpointError, ConfigError, InfeasibleBudgetError
 from ctdr_lightning.memory import KEEP, POLICIES, RECOMPUTE, RECOMPUTE_EACH, Budget, Plan, plan, record, simulate
 from ctdr_lightning.memory.planner import resolve_budget
-from ctdr_lightning.memory.plans.actions import action_of, dropped_values
 from ctdr_lightning.memory.plans.plan import Decision
 from ctdr_lightning.memory.plans.script import write_script
 from ctdr_lightning.memory.search.infeasible import culprit
+from ctdr_lightning.memory.simulator.actions import action_of, dropped_values
 from tests.memory.graphs import chain, graph_trace
 from tests.memory.harness import everything_dropped, planned
 

@@ -15,7 +15,7 @@ TRACES = {
     **{name: lambda name=name: benched(name)[2] for name in ("R", "T", "DenseNet-like", "no chain")},
 }
 SHARES = (0.95, 0.8, 0.65, 0.5, 0.4, 0.3)
-others = [name for name, policy in POLICIES.items() if not (policy.clocked or policy.asks_others) and name != "keep"]
+others = [name for name, policy in POLICIES.items() if not policy.clocked and name not in ("auto", "keep")]
 
 
 def at(trace, share):
@@ -104,19 +104,6 @@ def test_what_does_not_fit_gives_the_least_peak():
     with pytest.raises(InfeasibleBudgetError, match="least peak") as found:
         plan(trace, trace.resident_bytes + 1)
     assert found.value.least_peak_bytes == closest.peak_bytes
-
-
-def test_a_third_party_policy_is_looked_at_too():
-    trace = graph_trace(GRAPHS["residual"])
-    asked = []
-
-    def mine(step, budget):
-        asked.append((step.trace, budget))
-        raise InfeasibleBudgetError("nothing")
-
-    with POLICIES.temporarily({"mine": mine}):
-        POLICIES["auto"](trace, Budget(peak_bytes=at(trace, 0.5)))
-    assert asked == [(trace, Budget(peak_bytes=at(trace, 0.5)))]
 
 
 def test_an_answer_does_not_depend_on_what_was_asked_before():

@@ -12,10 +12,10 @@ from ctdr_lightning.memory import POLICIES, RECOMPUTE, Budget, Plan, Prepared, S
 from ctdr_lightning.memory.codecs import CODECS
 from ctdr_lightning.memory.holders import HolderOptions
 from ctdr_lightning.memory.holders.base import Holders
-from ctdr_lightning.memory.plans.actions import Compress, Offload
 from ctdr_lightning.memory.policies.swapadvisor import _evict
 from ctdr_lightning.memory.search.layered import LayerInput
-from ctdr_lightning.memory.search.together import free_codecs
+from ctdr_lightning.memory.search.others import free_codecs
+from ctdr_lightning.memory.simulator.actions import Compress, Offload
 from ctdr_lightning.memory.simulator.schedule import judge, scheduled, settled
 from ctdr_lightning.memory.traces.bells import bells_of
 from ctdr_lightning.memory.traces.facts import facts_of
@@ -27,7 +27,7 @@ from tests.memory.zoo import build
 
 MOVING = (
     "vdnn", "vdnn_all", "vdnn_conv", "vdnn_plus", "flashneuron", "tflms", "cdma", "cswap", "ocdnn", "sentinel",
-    "swapadvisor", "ssdtrain", "autotm", "together",
+    "swapadvisor", "ssdtrain", "autotm",
 )  # fmt: skip
 BOTH = ("capuchin", "superneurons", "pofo")  # they recompute as well
 NETS = ("residual", "GPT-2")

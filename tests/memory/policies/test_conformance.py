@@ -1,6 +1,7 @@
 """What every registered policy promises, on every kind of net."""
 
 from functools import cache
+from random import Random
 
 import pytest
 
@@ -88,3 +89,17 @@ def test_the_same_trace_gives_the_same_plan(policy, net):
                 POLICIES[policy](again, budget)
         else:
             assert POLICIES[policy](again, budget).actions == first
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("net", quick(["residual"]))
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name not in CLOCKED])
+def test_a_budget_that_an_error_names_is_accepted(policy, net, seed):
+    """Whatever the ops take: what a policy evicts first hangs on seconds that another run measures otherwise."""
+    trace, random = benched(net)[2], Random(seed)
+    trace = trace.with_costs([random.expovariate(1e4) for _ in trace.ops], {})
+    found = planned(trace, Budget(peak_bytes=1), policy)
+    assert isinstance(found, InfeasibleBudgetError)
+    for roomy in (1.0, 1.1):
+        budget = Budget(peak_bytes=int(roomy * found.least_peak_bytes))
+        assert plan(trace, budget, policy).peak_bytes <= budget.peak_bytes

@@ -1,6 +1,7 @@
 """DTR on its ground: the paper's chains, and the projection's own promises."""
 
 import math
+from random import Random
 
 import pytest
 
@@ -82,3 +83,15 @@ def test_a_policy_that_thrashes_is_given_up():
     with pytest.raises(InfeasibleBudgetError) as found:
         POLICIES["dtr"](step, Budget(peak_bytes=16))
     assert 16 < found.value.least_peak_bytes <= step.plain_peak_bytes
+
+
+@pytest.mark.parametrize("seed", [270, 294, 296, 297])
+def test_what_fits_a_small_budget_fits_a_larger_one(seed):
+    """Without the projection that evicts all, the larger budget is refused on these chains."""
+    random = Random(seed)
+    sizes = [random.choice((1, 2, 4)) for _ in range(10)]
+    trace = graph_trace(chain(sizes, [random.expovariate(1) for _ in sizes]))
+    with pytest.raises(InfeasibleBudgetError) as found:
+        POLICIES["dtr"](trace, Budget(peak_bytes=1))
+    for budget in range(found.value.least_peak_bytes, simulate(trace).peak_bytes):
+        assert POLICIES["dtr"](trace, Budget(peak_bytes=budget)).peak_bytes <= budget

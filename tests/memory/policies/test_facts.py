@@ -7,8 +7,8 @@ import pytest
 
 from ctdr_lightning.basics.errors import CheckpointError, ConfigError, InfeasibleBudgetError
 from ctdr_lightning.memory import POLICIES, RECOMPUTE, Budget, Plan, Prepared, plan, simulate
-from ctdr_lightning.memory.plans.actions import Compress, Keep, Offload, Recompute, action_of
 from ctdr_lightning.memory.policies.registry import Policy
+from ctdr_lightning.memory.simulator.actions import Compress, Keep, Offload, Recompute, action_of
 from ctdr_lightning.memory.simulator.simulator import Simulator
 from tests.memory.graphs import GRAPHS, chain, graph_trace
 from tests.memory.policies.nets import bench_of
@@ -18,15 +18,13 @@ PEAK = simulate(TRACE).peak_bytes
 
 
 def test_facts_of_known_policies():
-    said = {name: (policy.exact, policy.clocked, policy.answers_always) for name, policy in POLICIES.items()}
-    assert said["checkmate"] == (True, True, False)
-    assert said["keep"] == said["sqrt"] == (True, False, True)
-    assert said["dtr"] == (True, False, False)
+    said = {name: (policy.exact, policy.clocked) for name, policy in POLICIES.items()}
+    assert said["checkmate"] == (True, True)
+    assert said["keep"] == said["sqrt"] == said["dtr"] == (True, False)
     assert not POLICIES["gist"].exact
-    assert [name for name, policy in POLICIES.items() if policy.asks_others] == ["auto"]
 
 
-@pytest.mark.parametrize("policy", [name for name, policy in POLICIES.items() if not policy.asks_others])
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "auto"])
 def test_a_policy_uses_the_actions_that_are_said_and_no_other(policy):
     trace = bench_of("T").record()
     for share in (0.5, 0.7, 0.9):
@@ -40,32 +38,9 @@ def test_what_only_moves_works_where_there_is_a_link():
     assert not POLICIES["vdnn"].works_on(TRACE)
     assert not POLICIES["gist"].works_on(TRACE)
     assert POLICIES["dtr"].works_on(TRACE)
-    assert POLICIES["keep"].works_on(TRACE)
+    assert not POLICIES["keep"].works_on(TRACE)
     kinds = Policy("mine", lambda step, budget: {}, uses=frozenset({Keep, Offload, Compress, Recompute}))
     assert kinds.works_on(TRACE)
-
-
-def test_auto_asks_by_what_is_said():
-    asked = Counter()
-
-    def named(name):
-        def choose(step, budget):
-            asked[name] += 1
-            return {}
-
-        return choose
-
-    others = {
-        "usual": Policy("usual", named("usual")),
-        "clocked": Policy("clocked", named("clocked"), clocked=True),
-        "asking": Policy("asking", named("asking"), asks_others=True),
-        "moving": Policy("moving", named("moving"), uses=frozenset({Keep, Offload})),
-    }
-    with POLICIES.temporarily(others):
-        POLICIES["auto"](TRACE, Budget(peak_bytes=int(0.6 * PEAK)))
-        assert asked == {"usual": 1}
-        POLICIES["auto"](TRACE, Budget(peak_bytes=1))  # proven to be hopeless: only those that answer always
-    assert asked == {"usual": 1}
 
 
 def test_options_change_a_policy_travel_with_its_plan_and_are_read_back():

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctdr_lightning.memory import POLICIES, Budget, simulate
-from ctdr_lightning.memory.plans.actions import Offload, Recompute, dropped_values
 from ctdr_lightning.memory.policies.pofo import Program
 from ctdr_lightning.memory.policies.rotor import ALL, BACKWARD, ChainLink, solve
+from ctdr_lightning.memory.simulator.actions import Offload, Recompute, dropped_values
 from ctdr_lightning.memory.traces.machine import Link
 from tests.memory.graphs import chain, graph_trace
 

@@ -179,7 +179,7 @@ def test_policy_fits_the_budget_or_names_the_least_peak(name):
 
 def test_policy_says_that_there_is_no_chain():
     trace = graph_trace(GRAPHS["one node"])
-    with pytest.raises(InfeasibleBudgetError, match="no chain"):
+    with pytest.raises(InfeasibleBudgetError, match="not a chain"):
         POLICIES["rotor"](trace, Budget(peak_bytes=1))
 
 

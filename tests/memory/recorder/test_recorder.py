@@ -1,4 +1,5 @@
 from time import perf_counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from ctdr_lightning.basics.devices import DEVICES
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.torch_private import FakeTensorMode
 from ctdr_lightning.memory import Recorder, record, record_fake, simulate
+from ctdr_lightning.memory.recorder.cuda_clock import CudaClock
 from ctdr_lightning.memory.recorder.recorder import _typical_logging_s
 from tests.memory.harness import Bench
 
@@ -203,3 +205,12 @@ def test_the_modules_that_train_are_counted_up_to_the_last_op():
     assert record(lambda: net(x).sum()).n_training == 4
     assert record(lambda: net[2](net[0](x)).sum()).n_training == 1
     assert record(lambda: x.requires_grad_().sum()).n_training == 0
+
+
+@pytest.mark.parametrize(("weights", "device"), [("cuda", "cuda"), ("cpu", "cpu"), ("meta", "cpu")])
+def test_a_step_is_on_the_device_of_its_weights_whatever_it_begins_with(weights, device):
+    weight = SimpleNamespace(device=torch.device(weights), is_cuda=weights == "cuda")
+    recorder = Recorder(standing=[weight])
+    clock = recorder._choose_clock((torch.arange(3),))
+    assert recorder._device == device
+    assert isinstance(clock, CudaClock) is (device == "cuda")

@@ -1,10 +1,13 @@
 """Workspaces of CPU ops: simulated peaks are the allocator's, for real and for fake traces."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from ctdr_lightning.basics.devices import DeviceModel
 from ctdr_lightning.basics.torch_private import profiler_events
 from ctdr_lightning.memory import record, record_fake, simulate
 from ctdr_lightning.memory.recorder.profiler import memory_profiler
@@ -48,6 +51,87 @@ def test_peaks_with_workspaces_are_the_allocators(width, batch):
     assert simulate(fake).peak_bytes - fake.resident_bytes == pytest.approx(plain, rel=0.01)
 
 
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.cell, self.head = kind(16, 32, 2, batch_first=True), nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.head(self.cell(x)[0])
+
+
+class Wide(nn.Module):
+    """A reduction whose buffer is larger than all that it reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(16, 400)
+
+    def forward(self, x):
+        return self.mix(x).logsumexp(-1)
+
+
+NETS = {
+    "LSTM": (lambda: Recurrent(nn.LSTM), (8, 40, 16)),
+    "GRU": (lambda: Recurrent(nn.GRU), (8, 20, 16)),
+    "3d": (lambda: nn.Sequential(nn.Conv3d(2, 4, 3), nn.ReLU(), nn.ConvTranspose3d(4, 2, 3)), (2, 2, 8, 12, 12)),
+    "logsumexp": (Wide, (256, 16)),
+    "bfloat16": (lambda: nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)).bfloat16(), (128, 64)),
+}
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_every_op_s_workspace_is_in_the_trace(name):
+    make, shape = NETS[name]
+    module = make()
+    x = torch.randn(shape, dtype=next(module.parameters()).dtype)
+
+    def step():
+        return module(x).square().mean()
+
+    step().backward()
+    module.zero_grad(set_to_none=True)
+    trace = record(step)
+    module.zero_grad(set_to_none=True)
+    bare = replace(trace, ops=tuple(replace(op, temp_bytes=0) for op in trace.ops))
+    true = measured_peak(lambda: step().backward())
+    assert simulate(trace).peak_bytes - trace.resident_bytes == pytest.approx(true, rel=0.002)
+    assert name != "LSTM" or simulate(bare).peak_bytes < 0.95 * simulate(trace).peak_bytes
+
+
+def test_watching_leaves_the_generator_and_the_gradients_alone():
+    module, x = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.Linear(8, 1)), torch.randn(4, 8)
+    left = []
+    for run in (lambda: module(x).sum().backward(), lambda: record(lambda: module(x).sum())):
+        torch.manual_seed(3)
+        module.zero_grad(set_to_none=True)
+        run()
+        left.append([torch.get_rng_state(), *(p.grad for p in module.parameters())])
+    assert all(map(torch.equal, *left))
+
+
+def test_a_profiler_in_this_thread_leaves_dummies_to_be_measured():
+    module, x = Recurrent(nn.LSTM), torch.randn(4, 10, 16)
+    with profile(activities=[ProfilerActivity.CPU]):
+        trace = record(lambda: module(x).sum())
+    assert "aten.mkldnn_rnn_layer_backward.default are not known" in trace.meta["workspaces"]
+    module = net(8)
+    image = torch.randn(2, 3, 12, 12)
+    with profile(activities=[ProfilerActivity.CPU]):
+        found = record(lambda: module(image).sum())
+    want = record(lambda: module(image).sum())
+    assert "workspaces" not in found.meta
+    assert [op.temp_bytes for op in found.ops] == [op.temp_bytes for op in want.ops]
+
+
+def test_dummies_draw_nothing_from_the_step_s_generator():
+    probe = WorkspaceProbe()
+    probe.note(0, torch.ops.aten.native_dropout.default, (torch.randn(64, 64), 0.5, True))
+    before = torch.get_rng_state()
+    assert list(probe.measure()) == [0]
+    assert torch.equal(before, torch.get_rng_state())
+
+
 def test_an_operand_that_blas_cannot_read_is_copied():
     probe = WorkspaceProbe()
     wide = torch.ones(1).expand(16, 32)
@@ -57,23 +141,30 @@ def test_an_operand_that_blas_cannot_read_is_copied():
 
 
 def test_a_profiler_that_cannot_run_does_not_stop_the_step(monkeypatch):
-    def refuse(run):
+    def refuse(*_):
         raise RuntimeError("Resource temporarily unavailable")
 
-    monkeypatch.setattr("ctdr_lightning.memory.recorder.workspace.allocations_of", refuse)
+    for name in ("start_watching", "_workspaces"):
+        monkeypatch.setattr(f"ctdr_lightning.memory.recorder.workspace.{name}", refuse)
     module = net(4)
     trace = record(lambda: module(torch.randn(2, 3, 8, 8)).sum())
     assert trace.meta["workspaces"] == "not measured: Resource temporarily unavailable"
 
 
 def test_another_devices_step_runs_no_kernel_of_this_one_and_says_what_is_not_known(monkeypatch):
-    def refuse(run):
+    def refuse(*_):
         raise AssertionError("a kernel is measured")
 
-    monkeypatch.setattr("ctdr_lightning.memory.recorder.workspace.allocations_of", refuse)
+    monkeypatch.setattr("ctdr_lightning.memory.recorder.workspace.start_watching", refuse)
     trace = record_fake(net(8), torch.empty(64, 3, 24, 24), lambda m, x: m(x).square().mean(), device="a100")
     assert not any(op.temp_bytes for op in trace.ops)
-    assert trace.meta["workspaces"] == "counted as 0: those of a100's kernels are not known"
+    assert trace.meta["workspaces"].startswith("modelled: ")
+
+
+def test_a_device_that_is_no_gpu_of_the_table_has_workspaces_that_are_not_known():
+    toy = DeviceModel("toy", flops32_per_s=1e12, flops16_per_s=1e12, bytes_per_s=1e12)
+    trace = record_fake(net(8), torch.empty(64, 3, 24, 24), lambda m, x: m(x).square().mean(), device=toy)
+    assert trace.meta["workspaces"] == "counted as 0: those of toy's kernels are not known"
 
 
 def test_another_device_copies_the_operands_that_its_blas_cannot_read():

@@ -9,7 +9,7 @@ from torch import nn
 
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.memory import KEEP, RECOMPUTE, RECOMPUTE_EACH, Simulator, record
-from ctdr_lightning.memory.plans.actions import Compress, Offload
+from ctdr_lightning.memory.simulator.actions import Compress, Offload
 from ctdr_lightning.memory.simulator.away import away_bytes
 from ctdr_lightning.memory.simulator.schedule import scheduled
 from ctdr_lightning.memory.traces.bells import bells_of

@@ -5,10 +5,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from ctdr_lightning.memory.plans.actions import Offload
+from ctdr_lightning.memory.simulator.actions import Offload
 from ctdr_lightning.memory.simulator.schedule import SLACK, scheduled
 from ctdr_lightning.memory.simulator.simulator import Simulator
-from ctdr_lightning.memory.simulator.transfers import Trip, play
+from ctdr_lightning.memory.simulator.transfers import Lanes, Transfers, Trip
 from ctdr_lightning.memory.traces.machine import Link
 from tests.memory.graphs import Node, graph_trace
 
@@ -25,6 +25,10 @@ def needed(trace, value):
 
 def trip(trace, value, **ticks):
     return Trip(value, Offload("host", **ticks), needed(trace, value))
+
+
+def play(*step) -> Transfers:
+    return Lanes(*step).transfers()
 
 
 def times(found):
@@ -92,7 +96,7 @@ def test_nothing_is_read_before_it_is_written():
 
 def test_what_is_left_open_is_settled_so_that_nothing_waits():
     trace = trace_of(out_bytes_per_s=20.0, in_bytes_per_s=20.0)
-    actions = scheduled(trace, {v: Offload("host") for v in (0, 1, 2)})
+    actions = scheduled(trace, {v: Offload("host") for v in (1, 2, 3)})
     assert all(min(a.out_at, a.gone_by, a.back_at) >= 0 for a in actions.values())
     simulator = Simulator(trace, actions)
     assert simulator.seconds == pytest.approx(trace.seconds)

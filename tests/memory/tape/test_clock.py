@@ -3,6 +3,7 @@ import time
 import pytest
 import torch
 
+from ctdr_lightning.basics.thread_clock import computing_clock, now_s
 from ctdr_lightning.memory.tape.clock import CpuClock, ModelClock
 
 
@@ -39,3 +40,10 @@ def test_modelled_time():
     clock = ModelClock(lambda func, args, kwargs, out: 7.0 + out)
     assert clock.run(torch.add, (1, 2), {}) == (3, 10.0, 0)
     assert clock.seconds(10.0) == 10.0
+
+
+def test_waiting_counts_where_a_gpu_computes():
+    assert computing_clock("cuda") is time.perf_counter
+    start_s = now_s("cuda")
+    time.sleep(0.02)
+    assert now_s("cuda") - start_s >= 0.02

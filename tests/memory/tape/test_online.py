@@ -4,13 +4,16 @@ import pytest
 import torch
 from torch import nn
 
+from ctdr_lightning.basics.devices import DEVICES
 from ctdr_lightning.memory import Recorder, record, simulate
-from ctdr_lightning.memory.search.evicted import EvictedSet
+from ctdr_lightning.memory.simulator.evicted import EvictedSet
 from ctdr_lightning.memory.tape.online import COSTS, Evictor, Online
 from ctdr_lightning.memory.values import replay as engine
 from ctdr_lightning.memory.values.live_bytes import PeakMeter
+from ctdr_lightning.memory.values.op_seconds import op_seconds
 from ctdr_lightning.memory.values.value_table import ValueTable
 from tests.memory.harness import Bench
+from tests.virtual_cuda.card import Card, Kernels
 
 
 def deep(n):
@@ -152,3 +155,43 @@ def test_a_view_that_nobody_captured_can_be_evicted_too():
         evictor.make_room()
         assert value.tensor is None
         assert torch.equal(evictor.fetch(value), x[1:].exp())
+
+
+def test_costs_on_a_gpu_are_seconds_of_its_kernels(monkeypatch):
+    aten, (small, large) = torch.ops.aten, (torch.ones(64, 64), torch.ones(1024, 1024))
+    Card().install(monkeypatch)
+    evictor = Evictor(1 << 40)
+    evictor.on(torch.device("cuda", 0))
+    costs = [evictor.cost_of(-1.0 - i, aten.mm.default, (x, x), {}, x) for i, x in enumerate((large, small))]
+    assert costs == [op_seconds(DEVICES["a100"], aten.mm.default, (x, x), {}, x) for x in (large, small)]
+    assert costs[0] > costs[1] > 0
+
+
+def test_a_step_on_a_gpu_is_kept_under_its_budget_by_the_allocators_count(monkeypatch):
+    card, device = Card(base_bytes=10**6).install(monkeypatch), torch.device("cuda", 0)
+    x, step = deep(64)
+    evictor = Evictor(20 * x.nbytes)
+    recorder = Recorder(evictor=evictor)
+    evictor.on(device)
+    assert not evictor.counts
+    with Kernels(card), recorder:
+        step().backward()
+    assert evictor.evictions
+    assert card.peak_bytes - card.base_bytes <= evictor.budget_bytes
+
+
+def test_a_step_on_the_processor_counts_itself_beside_a_gpu_in_use(monkeypatch):
+    Card(base_bytes=10**6).install(monkeypatch)
+    x, step = deep(64)
+    evictor = Evictor(20 * x.nbytes)
+    peak, _ = run(step, evictor)
+    assert evictor.counts
+    assert evictor.evictions
+    assert peak <= evictor.budget_bytes
+
+
+def test_the_first_op_on_a_gpu_finds_room_for_its_workspace(monkeypatch):
+    Card(base_bytes=10**6).install(monkeypatch)
+    evictor = Evictor(10**9)
+    evictor.on(torch.device("cuda", 0))
+    assert evictor.reserve_bytes == 5 * 10**7

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.peak import step_peak_bytes
+from benchmarks.steps import step_peak_bytes
 from ctdr_lightning.basics.torch_private import n_dispatch_modes
 from ctdr_lightning.memory import RECOMPUTE, Tape, record
 from ctdr_lightning.memory.plans.regions import Regions
@@ -16,6 +16,7 @@ from ctdr_lightning.memory.values.live_bytes import PeakMeter
 from tests.memory.harness import Bench, everything_dropped, planned, random_actions
 from tests.memory.leaks import assert_nothing_is_installed
 from tests.memory.programs import exact, mlp
+from tests.virtual_cuda.card import Card
 
 X = torch.ones(3, 16)
 
@@ -43,7 +44,7 @@ def step(net):
 def test_only_modules_with_something_to_do_are_seen():
     net = mlp(16, 16, 16, 16, 16)
     bench = Bench(net, step)
-    want, made = bench.run(), dropping(bench.record(), "4")
+    want, made = bench.run(), on_gpu(dropping(bench.record(), "4"))
     awake, loss = seen(net, tape := Tape(made), step)
     assert [i for i, on in enumerate(awake) if on] == [3, 4]  # what makes it and the Tanh itself, not who saves it too
     assert not tape.diverged
@@ -72,16 +73,20 @@ def test_a_budget_for_steps_that_differ_keeps_it_awake():
 @pytest.fixture
 def allocator(monkeypatch):
     """A GPU's allocator, which tells what is live, played by the meter."""
-    base, meter = 1000, PeakMeter()
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: base + meter.live.now)
+    meter = PeakMeter()
+    Card(base_bytes=1000, live=meter.live).install(monkeypatch)
     return meter
+
+
+def on_gpu(made):
+    timeline = replace(made.timeline, trace=replace(made.trace, device="cuda"))
+    return replace(made, timeline=timeline)
 
 
 def test_where_an_allocator_counts_it_sleeps_under_a_budget_too(allocator):
     net = mlp(16, 16, 16, 16, 16)
     bench = Bench(net, step)
-    want, made = bench.run(), dropping(bench.record(), "4")
+    want, made = bench.run(), on_gpu(dropping(bench.record(), "4"))
     awake, loss = seen(net, tape := Tape(made, Evictor(10**9)), step)
     assert [i for i, on in enumerate(awake) if on] == [3, 4]
     loss.backward()
@@ -91,7 +96,7 @@ def test_where_an_allocator_counts_it_sleeps_under_a_budget_too(allocator):
 
 def test_a_step_that_differs_is_evicted_by_what_the_allocator_says(allocator):
     net = mlp(16, 16, 16, 16, 16)
-    made = dropping(Bench(net, step).record(), "4")
+    made = on_gpu(dropping(Bench(net, step).record(), "4"))
     surprise = Bench(net, lambda net: net(torch.ones(64, 16)).square().sum())
     want, evictor = surprise.run(), Evictor(1)
     with allocator:

@@ -98,8 +98,8 @@ def test_what_is_no_trace_is_refused(text):
 
 
 def test_a_trace_of_another_version_is_refused():
-    with pytest.raises(CheckpointError, match="version 4"):
-        Trace.from_json(TRACE.to_json().replace('"version": 4', '"version": 1', 1))
+    with pytest.raises(CheckpointError, match="version 5"):
+        Trace.from_json(TRACE.to_json().replace('"version": 5', '"version": 1', 1))
 
 
 def test_what_a_trace_says_of_itself():
@@ -130,3 +130,12 @@ def test_with_costs_changes_costs_alone():
 
 def test_a_trace_is_plain_data():
     assert copy.deepcopy(TRACE) == TRACE
+
+
+@pytest.mark.parametrize("mark", ["\ufeff", "\ufeff\n"])
+def test_a_byte_order_mark_before_the_text_is_no_part_of_it(mark, tmp_path):
+    for made in (TRACE, PLAN):
+        text = mark + made.to_json()
+        assert type(made).from_json(text) == made
+        (tmp_path / "marked.json").write_text(text)
+        assert type(made).from_json(tmp_path / "marked.json") == made

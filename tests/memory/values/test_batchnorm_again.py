@@ -95,7 +95,7 @@ def test_the_trace_knows_it(monkeypatch):
     first = trace.ops.index(norms(trace)[0])
     assert trace.replay_seconds(first) < trace.ops[first].seconds + trace.python_s_per_replay
     assert Trace.from_json(trace.to_json()) == trace
-    with pytest.raises(CheckpointError, match="once more"):
+    with pytest.raises(CheckpointError, match="the replay share of an op"):
         Trace.from_json(replace(trace, ops=tuple(replace(op, replay_share=1.5) for op in trace.ops)).to_json())
 
 

@@ -2,10 +2,12 @@ import pytest
 import torch
 
 from ctdr_lightning.memory.values.op_traits import (
+    ATOMIC,
     call_again,
     overwritten,
     pin_reason_of_call,
     pin_reason_of_types,
+    pin_reason_on_gpu,
     traits,
     without_running_stats,
 )
@@ -131,3 +133,44 @@ def test_a_higher_order_operator_may_not_run_again():
     cond = traits(torch.ops.higher_order.cond)
     assert cond.name == "higher_order.cond"
     assert cond.pin == "higher-order operator"
+
+
+X = torch.randn(6, 5)
+ROWS = torch.tensor([0, 2])
+
+
+@pytest.mark.parametrize(
+    ("func", "args", "reasons"),
+    [
+        (aten.topk.default, (X, 2), ("", "an index from floating-point numbers")),
+        (aten.sort.default, (X,), ("", "an index from floating-point numbers")),
+        (aten.argmax.default, (X, 1), ("an index from floating-point numbers",)),
+        (aten.sort.default, (torch.arange(5),), ("", "")),
+        (aten.nonzero.default, (X > 0,), ("its shape follows from contents",)),
+        (aten.masked_select.default, (X, X > 0), ("its shape follows from contents",)),
+        (aten.index.Tensor, (X, [X > 0]), ("its shape follows from contents",)),
+        (aten.index.Tensor, (X, [ROWS]), ("",)),
+        (aten.gt.Scalar, (X, 0), ("",)),
+        (aten.index_add.default, (X, 0, ROWS, X[:2]), ("sums in no fixed order on a GPU",)),
+        (aten.scatter_add.default, (X, 0, ROWS[:, None], X[:2]), ("sums in no fixed order on a GPU",)),
+        (aten.cumsum.default, (X, 1), ("sums in no fixed order on a GPU",)),
+        (aten.zeros_like.default, (X,), ("a constant that a kernel may fill",)),
+        (aten.mm.default, (X, X.T), ("",)),
+    ],
+)
+def test_what_a_replay_on_a_gpu_may_make_otherwise_is_pinned(func, args, reasons):
+    out = func(*args)
+    outs = out if isinstance(out, tuple) else (out,)
+    assert tuple(pin_reason_on_gpu(func, args, o) for o in outs) == reasons
+
+
+def test_deterministic_algorithms_add_in_a_fixed_order():
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert pin_reason_on_gpu(aten.cumsum.default, (X, 1), X) == ""
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_every_op_that_adds_with_atomics_exists():
+    assert [name for name in ATOMIC if not any(hasattr(aten, n) for n in (name, f"{name}_"))] == []

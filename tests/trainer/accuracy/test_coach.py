@@ -245,7 +245,7 @@ def test_averaging_callbacks_work_after_ours_and_are_refused_before(other):
         module, CTDRCallback(rank=0.5, recovery=True, policy="keep", verbose=False), other(**options), max_epochs=3
     )
     assert factorized_names(module)
-    with pytest.raises(ConfigError, match="stands before") as caught:
+    with pytest.raises(ConfigError, match="comes before") as caught:
         parts.fit(parts.blobs(), other(**options), CTDRCallback(rank=0.5, policy="keep", verbose=False))
     assert f"CTDRCallback(...), {other.__name__}(...)" in caught.value.hint
     with pytest.raises(ConfigError, match="staged"):

@@ -9,10 +9,14 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ctdr_lightning import CTDRCallback, Recovery
+from ctdr_lightning.basics.gpu_memory import watch_peak
+from ctdr_lightning.basics.units import GIB
 from ctdr_lightning.recovery import Distillation
+from ctdr_lightning.trainer.reports.memory_report import MemoryReport
 from ctdr_lightning.trainer.reports.monitor import Monitor, utilisation
-from ctdr_lightning.trainer.training_step.device import batch_size, tensors_of
+from ctdr_lightning.trainer.training_step.device import allocated_peak_bytes, batch_size, device_peaks, tensors_of
 from tests import parts
+from tests.virtual_cuda.card import Card
 
 
 class Recording(Logger):
@@ -133,15 +137,21 @@ def test_once_an_interval_and_no_more():
                 seen.append(step)
 
     module = parts.blobs()
-    parts.fit(module, CTDRCallback(policy="keep", verbose=False), logger=Counting(), max_epochs=2, log_every_n_steps=3)
+    parts.fit(
+        module,
+        CTDRCallback(rank=0.5, policy="keep", verbose=False),
+        logger=Counting(),
+        max_epochs=2,
+        log_every_n_steps=3,
+    )
     assert seen == [2, 5]
 
 
 def test_with_accumulation_the_interval_counts_optimizer_steps():
     logger = Recording()
     parts.fit(
-        parts.blobs(), CTDRCallback(policy="keep", verbose=False), logger=logger, max_epochs=2, log_every_n_steps=2,
-        accumulate_grad_batches=2,
+        parts.blobs(), CTDRCallback(rank=0.5, policy="keep", verbose=False), logger=logger, max_epochs=2,
+        log_every_n_steps=2, accumulate_grad_batches=2,
     )  # fmt: skip
     assert logger.metrics["ctdr/samples_per_s"] * logger.metrics["ctdr/step_time_s"] == pytest.approx(8, rel=1e-3)
 
@@ -182,7 +192,7 @@ def test_operations_are_counted_once_without_recomputation(monkeypatch):
     for policy in ("keep", "sqrt"):
         callback = CTDRCallback(rank=None, policy=policy, verbose=False)
         trainer = parts.fit(parts.blobs(), callback, max_epochs=1)
-        found.append(callback.run.steps.step_flops)
+        found.append(callback.run.steps.meters.step_flops)
         assert trainer.callback_metrics["ctdr/mfu"] > 0
     convolutions = 2 * 8 * 64 * 9 * (1 * 8 + 8 * 16 + 16 * 16)
     linear = 2 * 8 * 16 * 4
@@ -218,3 +228,21 @@ def test_tensors_of_nested_batches():
     assert batch_size(batch) == 3
     assert batch_size("no tensor") == 1
     assert batch_size(torch.tensor(3.0)) == 1
+
+
+@pytest.mark.parametrize(("pinned_bytes", "logged"), [(3 << 30, 3.0), (None, None)])
+def test_pinned_memory_is_logged_where_tensors_wait_in_it(pinned_bytes, logged):
+    memory = SimpleNamespace(
+        session=SimpleNamespace(), last_plan=None, rest_peak_bytes=0, offloads=True, most_pinned_bytes=pinned_bytes
+    )
+    assert MemoryReport(memory).predicted().get("ctdr/pinned_gib") == logged
+
+
+def test_the_peak_of_an_interval_outlives_the_peaks_that_are_watched_within(monkeypatch):
+    card, device = Card().install(monkeypatch), torch.device("cuda", 0)
+    card.allocate(3 * GIB)
+    card.free(3 * GIB)
+    watch_peak(device)  # as for each op of a recorded step
+    assert allocated_peak_bytes(device) == 3 * GIB
+    assert device_peaks(device) == {"ctdr/peak_memory_gib": 3.0, "ctdr/peak_reserved_gib": 3.0}
+    assert device_peaks(device) == {"ctdr/peak_memory_gib": 0.0, "ctdr/peak_reserved_gib": 0.0}

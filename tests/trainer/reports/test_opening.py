@@ -46,7 +46,7 @@ def test_a_share_that_is_missed_names_what_stays():
     model = nn.Sequential(nn.Linear(256, 256), nn.Conv2d(256, 256, 3, groups=256))
     model.experts = nn.Parameter(torch.randn(2, 128, 128))
     lines = opening_table(decompose(model, 0.3)).splitlines()
-    assert lines[-4].startswith("rank=0.3 is asked for, 53.9%")
+    assert lines[-4].startswith("rank=0.3 was requested, but 53.9%")
     assert lines[-3] == "experts (2 x 128 x 128, 32.4% of the model) stays: no layer kind covers it"
     assert lines[-2].startswith("1.weight (256 x 1 x 3 x 3, 2.3% of the model) stays: depthwise")
     assert max(map(len, lines)) <= WIDTH

@@ -8,8 +8,10 @@ from lightning.pytorch.loggers import CSVLogger
 
 from ctdr_lightning import CTDRCallback, Recovery
 from ctdr_lightning.basics.units import GIB, parse_bytes
+from ctdr_lightning.memory.events import OverBudget
 from ctdr_lightning.recovery import Phase
 from ctdr_lightning.recovery.decisions import Progress
+from ctdr_lightning.trainer.reports.memory_report import PlanPeaks
 from ctdr_lightning.trainer.reports.summary import RunFacts, closing_summary
 from tests import parts
 
@@ -22,10 +24,54 @@ def test_what_is_not_known_is_left_out():
 def test_every_number_has_its_place():
     progress = Progress(reference=0.9, raw=0.4, batchnorm=0.8, metric=0.89)
     measured = {"ctdr/peak_memory_gib": 0.5, "ctdr/step_time_s": 0.02, "ctdr/samples_per_s": 3200.0}
-    text = closing_summary(RunFacts(100, 50, "val_acc", progress, {}, GIB, measured))
+    peaks = PlanPeaks(GIB, 2 * GIB, 1.25)
+    text = closing_summary(RunFacts(100, 50, "val_acc", progress, {}, peaks, None, 0, measured))
     assert "val_acc: dense 0.9000, raw 0.4000, after re-estimation 0.8000, now 0.8900." in text
-    assert "Peak of a step: 1.00 GiB predicted, 512.0 MiB measured." in text
-    assert "Time of a batch: 20.0 ms, 3,200 samples/s." in text
+    assert "Peak of a step: 2.00 GiB without a plan, 1.00 GiB predicted, 512.0 MiB measured." in text
+    assert "Time of a batch: 20.0 ms, 3,200 samples/s; x1.25 of the time without the plan, predicted." in text
+    assert "Budget" not in text
+
+
+@pytest.mark.parametrize(
+    ("measured_gib", "over_bytes", "verdict"),
+    [
+        (0.5, 0, "Budget of 1.00 GiB kept: yes."),
+        (1.5, 0, "Budget of 1.00 GiB kept: no, by 512.0 MiB."),
+        (0.5, 2**20, "Budget of 1.00 GiB kept: no, by 1.0 MiB."),
+        (0.0, 2**20, "Budget of 1.00 GiB kept: no, by 1.0 MiB."),
+        (0.0, 0, "Budget of 1.00 GiB kept: not measured; Trainer(log_every_n_steps=) sets how often steps are."),
+    ],
+)
+def test_the_verdict_on_the_budget_goes_by_measured_bytes(measured_gib, over_bytes, verdict):
+    facts = RunFacts(
+        2, 2, budget_bytes=GIB, over_bytes=over_bytes, measured={"ctdr/peak_memory_gib": measured_gib},
+        peaks=PlanPeaks(GIB // 4, GIB, 1.0),
+    )  # fmt: skip
+    assert verdict in closing_summary(facts).splitlines()
+
+
+def test_a_run_without_a_cut_ends_with_it_too(caplog):
+    with caplog.at_level(logging.INFO):
+        parts.fit(parts.blobs(), CTDRCallback(rank=None, memory_budget="1GiB"), max_epochs=2, log_every_n_steps=1)
+    closing = next(text for text in caplog.messages if "kept:" in text)
+    assert "Budget of 1.00 GiB kept: yes." in closing
+    assert re.search(r"Peak of a step: (.*) without a plan, \1 predicted, (.*) measured\.", closing)
+    assert "as many as before" in closing
+
+
+def test_a_step_over_the_budget_while_it_was_recorded_is_not_forgotten(caplog):
+    callback = CTDRCallback(rank=None, memory_budget="1GiB")
+    module = parts.blobs()
+    begin = module.on_train_epoch_end
+
+    def note():
+        callback.run.memory.note(OverBudget(2**20))
+        begin()
+
+    module.on_train_epoch_end = note
+    with caplog.at_level(logging.INFO):
+        parts.fit(module, callback, max_epochs=2, log_every_n_steps=1)
+    assert any("Budget of 1.00 GiB kept: no, by 1.0 MiB." in text for text in caplog.messages)
 
 
 def test_the_peak_is_the_highest_that_was_measured_not_a_small_last_batchs(tmp_path):
@@ -33,7 +79,7 @@ def test_the_peak_is_the_highest_that_was_measured_not_a_small_last_batchs(tmp_p
     callback = CTDRCallback(rank=0.5, memory_budget="1GiB", verbose=False)
     parts.fit(parts.blobs(), callback, max_epochs=2, logger=CSVLogger(tmp_path), data=parts.loaders(24))
     text = (tmp_path / "lightning_logs" / "version_0" / "ctdr" / "summary.txt").read_text()
-    predicted, measured = re.search(r"Peak of a step: (.*) predicted, (.*) measured", text).groups()
+    predicted, measured = re.search(r"Peak of a step: .* without a plan, (.*) predicted, (.*) measured", text).groups()
     assert parse_bytes(measured) > 0.9 * parse_bytes(predicted)
 
 

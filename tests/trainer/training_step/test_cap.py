@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from ctdr_lightning.trainer.reports.event_words import words_of
 from ctdr_lightning import CTDRCallback
 
 class Net(LightningModule):
@@ -46,7 +47,7 @@ limit = pages * resource.getpagesize() + {HEADROOM_MIB} * 2**20
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 callbacks = fit(budget if budget != "none" else None, 16384, 3)
 for callback in callbacks:
-    print(*callback.run.memory.session.events, sep="\\n")
+    print(*map(words_of, callback.run.memory.session.events), sep="\\n")
 print("finished")
 """
 

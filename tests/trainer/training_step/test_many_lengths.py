@@ -7,8 +7,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ctdr_lightning import CTDRCallback
+from ctdr_lightning.memory.events import Differed
 from ctdr_lightning.memory.many_shapes import MOST_REMEMBERED
-from ctdr_lightning.memory.session import MOST_KINDS, MOST_OPS, WATCHED_STEPS
+from ctdr_lightning.memory.step_guide import MOST_KINDS, MOST_OPS
 from ctdr_lightning.memory.values.live_bytes import PeakMeter
 from tests import parts
 
@@ -70,12 +71,6 @@ def shuffled(lengths):
     return [lengths[index] for index in order]
 
 
-# How far a recorded batch may be over: an op's size is known when it has run. At 0.75 of the plain peak one of 60 first
-# batches took 4 % more than the budget; with no room kept for ops of other kinds' sizes two did, by up to 6 %. Which
-# values are evicted goes by measured times, so that the bounds here are wider.
-OVER = {0.9: 1.0, 0.75: 1.1}
-
-
 @pytest.mark.parametrize("share", [0.9, pytest.param(0.75, marks=pytest.mark.slow)])
 def test_every_length_keeps_the_budget_and_few_are_searched(share):
     lengths = shuffled(list(range(21, 141, 2)))
@@ -83,22 +78,21 @@ def test_every_length_keeps_the_budget_and_few_are_searched(share):
     budget_bytes = int(share * max(needs.values()))
     callback = CTDRCallback(rank=None, memory_budget=budget_bytes, verbose=False)
     planned, peaks = train(lengths, callback)
-    session, counts = callback.run.memory.session, callback.run.memory._shapes.counts
+    session, counts = callback.run.memory.session, callback.run.memory.planner.shapes.counts
     assert len(peaks) == len(set(lengths)) == 60
     over = {length: n for length, n in peaks.items() if n > budget_bytes}
-    assert len(over) <= 6
-    assert all(n <= OVER[share] * budget_bytes for n in over.values())
+    assert not over
     assert parts.same(plain.losses, planned.losses)
     assert parts.same(plain.state_dict(), planned.state_dict())
     assert counts["searched"] <= 3
     assert counts["transferred"] + counts["polished"] >= 5
-    assert not [event for event in session.events if "differed" in event]
+    assert not [event for event in session.events if isinstance(event, Differed)]
     assert len(session.plans) == 60 <= MOST_KINDS
     assert sum(len(plan.trace.ops) for plan in session.plans) <= MOST_OPS
-    assert callback.run.memory._shapes.n_remembered <= MOST_REMEMBERED
+    assert callback.run.memory.planner.shapes.n_remembered <= MOST_REMEMBERED
 
 
-def test_untouched_lengths_are_watched_together():
+def test_untouched_lengths_are_foreseen_and_watched_together():
     lengths = shuffled(list(range(21, 61, 2)))
     callback = CTDRCallback(rank=None, memory_budget="1GiB", verbose=False)
     recorded = []
@@ -108,8 +102,9 @@ def test_untouched_lengths_are_watched_together():
             recorded.append(not callback.run.memory.session.guided)
 
     train(lengths, callback, Notes())
-    assert sum(recorded[: len(lengths)]) == len(lengths)
-    assert sum(recorded[len(lengths) :]) == WATCHED_STEPS
+    largest_so_far = sum(length >= max(lengths[: place + 1]) for place, length in enumerate(lengths))
+    assert sum(recorded) == largest_so_far
+    assert not any(recorded[len(lengths) :])
 
 
 @pytest.mark.slow

@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from ctdr_lightning import CTDRCallback
 from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError
 from ctdr_lightning.memory.holders import HolderOptions, Holders
+from ctdr_lightning.memory.holders.optimizer_bytes import predict
 from ctdr_lightning.memory.holders.optimizer_state import StateAway, state_away_of
 from ctdr_lightning.memory.values.live_bytes import PeakMeter
-from ctdr_lightning.trainer.training_step.optimizer_bytes import predict
 from tests import parts
 
 WIDTH, DEPTH = 512, 24  # a layer of 1 MiB

@@ -14,8 +14,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from ctdr_lightning import CTDRCallback
-from ctdr_lightning.trainer.training_step import retry, snapshot
+from ctdr_lightning.basics.errors import InfeasibleBudgetError, OffloadError
+from ctdr_lightning.memory.holders.pinned import pin
+from ctdr_lightning.trainer.reports.event_words import words_of
 from ctdr_lightning.trainer.training_step.memory_stage import MemoryStage
+from ctdr_lightning.trainer.training_step.retry import retry, snapshot
 from tests import parts
 from tests.memory.leaks import assert_nothing_is_installed
 
@@ -119,7 +122,7 @@ def rescued(kind, where, step, tmp_path, times=1, **options):
     fails = trouble(where, step, times=times)
     found, callback = fit(kind(fails), tmp_path, **options)
     assert not fails.pending(), "nothing failed"
-    assert any("ran out of memory" in event for event in callback.run.memory.session.events)
+    assert any("ran out of memory" in words_of(event) for event in callback.run.memory.session.events)
     for name in want:
         assert parts.same(want[name], found[name]), name
     assert_nothing_is_installed()
@@ -130,7 +133,7 @@ def refused(kind, where, step, tmp_path, match, **options):
     with pytest.raises(torch.OutOfMemoryError, match=match) as caught:
         fit(kind(trouble(where, step)), tmp_path, **options)
     assert "Tried to allocate 1 GiB" in str(caught.value)
-    assert "cannot be run again" in str(caught.value)
+    assert "cannot be retried" in str(caught.value)
     assert list(tmp_path.glob("ctdr-out-of-memory-*.txt"))
     assert_nothing_is_installed()
 
@@ -469,10 +472,45 @@ def test_other_errors_are_not_swallowed(tmp_path):
         (MemoryError(), True),
         (RuntimeError("size mismatch"), False),
         (ValueError("out of memory"), False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasSgemm`"), False),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("NCCL error: unhandled cuda error (Failed to CUDA calloc 10485760 bytes)"), True),
+        (OffloadError("4.0 MiB of host memory could not be pinned: CUDA error: out of memory."), False),
+        (InfeasibleBudgetError("Nothing fits: out of memory"), False),
     ],
 )
 def test_signs_of_a_lack_of_memory(error, found):
     assert retry.is_out_of_memory(error) is found
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "GET was unable to find an engine to execute this computation",
+        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
+    ],
+)
+def test_no_engine_is_a_lack_of_memory_on_a_gpu_that_is_nearly_full(said, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for free, found in ((9, True), (50, False)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 100))
+        assert retry.is_out_of_memory(RuntimeError(said)) is found
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert not retry.is_out_of_memory(RuntimeError(said))
+
+
+def test_memory_that_cannot_be_pinned_is_not_tried_again(monkeypatch):
+    """CUDA says "out of memory" of the host's memory in the words that it has for its own."""
+
+    def fails(*_, **__):
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "empty", fails)
+    with pytest.raises(OffloadError) as caught:
+        pin(4096)
+    assert not retry.is_out_of_memory(caught.value)
 
 
 @pytest.mark.parametrize(("accumulate", "scale"), [(1, 1), (3, 1), (4, 1), (1, 1024.0)])

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ctdr_lightning import CTDRCallback
+from ctdr_lightning.trainer.reports.event_words import words_of
 from tests import forks, parts
 from tests.trainer.training_step import test_retry
 
@@ -63,7 +64,7 @@ def fit(kind, cap, folder, **options):
     )  # fmt: skip
     trainer.fit(net, data)
     left = {"state": dict(net.state_dict()), "torch": torch.get_rng_state(), "calls": net.calls, **net.state()}
-    return left, " ".join(callback.run.memory.session.events)
+    return left, " ".join(map(words_of, callback.run.memory.session.events))
 
 
 def rescued(kind, batch, folder, options):

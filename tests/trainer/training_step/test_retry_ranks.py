@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from ctdr_lightning import CTDRCallback
+from ctdr_lightning.trainer.reports.event_words import words_of
 from tests import forks, parts
 
 
@@ -44,7 +45,7 @@ def train(folder, name, where=None, gathers=False, policy="sqrt"):
     except torch.OutOfMemoryError as error:
         (folder / f"error{parts.rank()}").write_text(str(error))
         raise
-    events = [event for event in callback.run.memory.session.events if "ran out" in event]
+    events = [said for said in map(words_of, callback.run.memory.session.events) if "ran out" in said]
     torch.save([module.state_dict(), module.losses, events], folder / f"{name}{parts.rank()}.pt")
 
 

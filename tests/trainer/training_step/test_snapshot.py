@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ctdr_lightning.trainer.modules import SMALL_ELEMENTS
-from ctdr_lightning.trainer.training_step.reachable import mark, reachable, way
-from ctdr_lightning.trainer.training_step.snapshot import OPTIMIZERS, Snapshot
+from ctdr_lightning.trainer.training_step.retry.reachable import mark, reachable, way
+from ctdr_lightning.trainer.training_step.retry.snapshot import OPTIMIZERS, Snapshot
 
 
 def stepped(net):

@@ -18,8 +18,9 @@ from torchmetrics import MeanMetric
 from ctdr_lightning import CTDRCallback
 from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError
 from ctdr_lightning.basics.units import parse_bytes
-from ctdr_lightning.trainer.training_step.batch_parts import n_samples, parts_of
-from ctdr_lightning.trainer.training_step.sub_batch_peaks import SubBatchPeaks
+from ctdr_lightning.trainer.reports.event_words import words_of
+from ctdr_lightning.trainer.training_step.sub_batches.parts import n_samples, parts_of
+from ctdr_lightning.trainer.training_step.sub_batches.peaks import SubBatchPeaks
 from tests import forks, parts
 from tests.trainer.training_step.test_whole_batch import TruePeak
 
@@ -199,7 +200,7 @@ def test_the_error_names_it_and_the_budget_holds_with_it():
     cut = fit(Deep(), peak, memory_budget=budget, loader=large(), max_epochs=1, sub_batches="auto")
     number = int(named[2])
     assert number > 1
-    assert cut.callback.run.memory.session.events[0].startswith(
+    assert words_of(cut.callback.run.memory.session.events[0]).startswith(
         f"Batches of {ROWS} samples run as {number} sub-batches"
     )
     measured, predicted = (
@@ -220,7 +221,7 @@ def test_each_size_of_batch_has_its_own_number():
     cut = fit(Deep(torch.optim.SGD), memory_budget="4MiB", loader=loader, max_epochs=1, sub_batches="auto")
     plain = fit(Deep(torch.optim.SGD), loader=loader, max_epochs=1)
     equal(plain.gradients, cut.gradients, SINGLE)
-    assert len([event for event in cut.callback.run.memory.session.events if "sub-batches" in event]) == 1
+    assert len([event for event in cut.callback.run.memory.session.events if "sub-batches" in words_of(event)]) == 1
     assert cut.module.calls > 2
 
 
@@ -238,7 +239,7 @@ class NeedsValues(Deep):
 
 @pytest.mark.slow
 def test_what_cannot_be_looked_ahead_is_said():
-    with pytest.raises(ConfigError, match=r"cannot be told beforehand.*\nHINT: Give a number"):
+    with pytest.raises(ConfigError, match=r"cannot be predicted.*\nHINT: Give a number"):
         fit(NeedsValues(), memory_budget="4MiB", loader=large(), sub_batches="auto")
     with pytest.raises(InfeasibleBudgetError) as caught:
         fit(NeedsValues(), memory_budget="4MiB", loader=large())
@@ -315,10 +316,10 @@ class Normalises(Deep):
         (Deep, [], {"accumulate_grad_batches": 2}, "accumulate_grad_batches=2 adds gradients up"),
         (Deep, [GradientAccumulationScheduler({0: 2})], {}, "GradientAccumulationScheduler adds"),
         (Deep, [], {"loader": data(4, 1)}, "the batch has 1 sample"),
-        (Sums, [], {}, "It is no mean over samples"),
-        (Weighted, [], {}, "It is no mean over samples"),
-        (Contrasts, [], {}, "It is no mean over samples"),
-        (Normalises, [], {}, "It is no mean over samples"),
+        (Sums, [], {}, "The loss is not a mean over samples"),
+        (Weighted, [], {}, "The loss is not a mean over samples"),
+        (Contrasts, [], {}, "The loss is not a mean over samples"),
+        (Normalises, [], {}, "The loss is not a mean over samples"),
     ],
 )
 def test_what_forbids_it_is_said(make, callbacks, options, words):
@@ -345,9 +346,9 @@ def test_a_compiled_step_forbids_it():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"sub_batches": 0}, "sub_batches=0 is no number"),
-        ({"sub_batches": True}, "sub_batches=True is no number"),
-        ({"sub_batches": "few"}, "sub_batches='few' is no number"),
+        ({"sub_batches": 0}, "sub_batches=0 is not a number"),
+        ({"sub_batches": True}, "sub_batches=True is not a number"),
+        ({"sub_batches": "few"}, "sub_batches='few' is not a number"),
         ({"sub_batches": "auto"}, "needs a budget"),
         ({"sub_batches": 2, "optimizer_step": "in_backward"}, "updates each parameter after its first gradient"),
         ({"sub_batches": 2, "keep_gradients": True}, "keep_gradients=True asks for gradients"),
@@ -420,7 +421,7 @@ def test_the_check_of_the_loss_leaves_nothing_behind(recwarn):
 
 
 def test_a_loss_that_cannot_be_checked_is_said():
-    with pytest.warns(UserWarning, match="could not be checked: it is another one each time"):
+    with pytest.warns(UserWarning, match="could not be checked: it differs from call to call"):
         fit(Draws(noise=1.0), sub_batches=2, max_epochs=1)
 
 
@@ -532,19 +533,19 @@ def test_a_backward_that_runs_out_of_memory_runs_again_where_it_adds_to_no_gradi
     plain, cut = three_parts(RunsOutInBackward(0)), three_parts(RunsOutInBackward(7))
     assert RunsOutInBackward.failed == 1
     assert parts.same(plain.module.state_dict(), cut.module.state_dict())
-    with pytest.raises(torch.OutOfMemoryError, match="cannot be run again"):
+    with pytest.raises(torch.OutOfMemoryError, match="cannot be retried"):
         three_parts(RunsOutInBackward(9))
 
 
 def test_where_one_sample_is_too_much_no_other_number_is_recorded(monkeypatch):
     asked = []
 
-    def needs(self, number):
+    def account(self, number):
         asked.append(number)
-        return SimpleNamespace(least_bytes=2048)
+        return SimpleNamespace(floor_bytes=2048)
 
-    monkeypatch.setattr(SubBatchPeaks, "needs", needs)
+    monkeypatch.setattr(SubBatchPeaks, "account", account)
     whole = ((torch.zeros(64, 3),), {})
-    peaks = SubBatchPeaks(lambda inputs: None, [], whole, lambda trace, inputs: None, 1024, "auto")
+    peaks = SubBatchPeaks(lambda inputs: None, [], whole, 1024, "auto")
     assert peaks.fewest(whole=False) == 0
     assert asked == [64]

@@ -13,8 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from ctdr_lightning import CTDRCallback
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.units import MIB, parse_bytes
-from ctdr_lightning.evaluate.measure import MemoryProfile, storage_bytes, training_tensors
-from ctdr_lightning.trainer.training_step.optimizer_bytes import leaner, predict
+from ctdr_lightning.memory.holders.optimizer_bytes import leaner, predict
+from ctdr_lightning.memory.values.live_bytes import PeakMeter
+from ctdr_lightning.trainer.training_step.optimizer.resident import optimizer_tensors
+from ctdr_recipes.measure import MemoryProfile, storage_bytes, training_tensors
 from tests import parts
 
 WIDTH = 512
@@ -111,9 +113,45 @@ def test_an_optimizer_s_bytes_are_told_before_it_steps(name):
     assert use.peak_bytes - storage_bytes(standing) == pytest.approx(told.temporary, abs=1000)
 
 
+class Asking(optim.SGD):
+    def step(self, closure):
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+@pytest.mark.parametrize(("max_iter", "history"), [(4, 6), (2, 3), (8, 20)])
+def test_the_bytes_of_lbfgs_are_told_before_it_steps(line_search, max_iter, history):
+    net, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), torch.randn(16, 64)
+    optimizer = optim.LBFGS(
+        net.parameters(), 0.1, max_iter=max_iter, history_size=history, line_search_fn=line_search, tolerance_change=0.0
+    )
+    told, n_steps = predict([optimizer], 6), 6
+    beside, rest = [], []
+    net(x).sum().backward()
+    for _ in range(n_steps):
+        with PeakMeter() as meter:
+            meter.live.track([*optimizer_tensors([optimizer]), *(p.grad for p in net.parameters())])
+
+            def closure():
+                gradients = storage_bytes([p.grad for p in net.parameters()])
+                rest.append(meter.live.peak - gradients)
+                beside.append(meter.live.now - gradients)
+                optimizer.zero_grad()
+                loss = net(x).square().mean() + net(x).sin().mean()
+                loss.backward()
+                meter.live.peak = meter.live.now
+                return loss
+
+            optimizer.step(closure)
+    weights = storage_bytes(net.parameters())
+    assert storage_bytes(optimizer_tensors([optimizer])) <= told.state
+    assert told.state + told.standing - 5 * weights <= max(beside) <= told.state + told.standing
+    assert max(rest) <= told.state + told.temporary
+
+
 def test_an_optimizer_that_cannot_be_asked_is_measured():
     weight = nn.Parameter(torch.randn(10, 10))
-    assert predict([optim.LBFGS([weight])]) is None
+    assert predict([Asking([weight])]) is None
     assert predict([]).total == 0
     true, logged = fit(partial(optim.Adafactor, lr=0.01), "40MiB")
     assert logged["peak_memory"] == pytest.approx(true, rel=0.05)
@@ -129,5 +167,4 @@ def test_the_error_names_the_setting_that_fits():
         fit(OPTIMIZERS["for-each Adam"], "19.5MiB")
     assert "Use Adam(..., foreach=False), with which it takes 19." in caught.value.hint
     assert caught.value.least_peak_bytes == pytest.approx(20 * MIB, rel=0.02)
-    words = [words for words, _ in leaner([optim.SGD([nn.Parameter(torch.zeros(3))], 0.1, foreach=True)])]
-    assert not words, "plain SGD takes nothing"
+    assert not list(leaner([optim.SGD([nn.Parameter(torch.zeros(3))], 0.1, foreach=True)])), "plain SGD takes nothing"

@@ -1,1 +1,0 @@
-"""What a step really takes, measured."""

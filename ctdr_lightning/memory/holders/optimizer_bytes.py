@@ -1,0 +1,245 @@
+"""The bytes of an optimizer's step, predicted before it runs: its state, and its temporaries.
+
+A twin of the optimizer steps on ``meta`` tensors, which have sizes and no memory. For-each Adam makes temporaries as
+large as all weights, the same Adam parameter by parameter as large as the largest, a fused one none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.memory.account.optimizer import NO_OPTIMIZER, OptimizerBytes
+from ctdr_lightning.memory.holders.disk import STAGING_BYTES
+from ctdr_lightning.memory.holders.optimizer_state import check_movable, chunks_of, state_away_of
+from ctdr_lightning.memory.values.live_bytes import PeakMeter
+from ctdr_lightning.memory.values.tensors import own_part
+
+# Settings of torch's optimizers, from the fastest to the leanest.
+SETTINGS: tuple[dict[str, bool], ...] = ({"foreach": False, "fused": False}, {"foreach": False, "fused": True})
+
+
+# Read off LBFGS's source in torch 2.13 and measured: copies of all weights that exist at a closure next to the state,
+# more of them in a line search, and more that are made between two closures.
+_LBFGS_STANDING, _LINE_SEARCH_STANDING, _LBFGS_MORE = 3, 6, 3
+_SCALAR_BYTES = 8
+
+
+# The optimizers that have a name, with settings that do not change their bytes.
+OPTIMIZERS: dict[str, Callable[[Sequence[Tensor]], Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "momentum": partial(torch.optim.SGD, momentum=0.9),
+    "rmsprop": torch.optim.RMSprop,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+
+
+def predict(
+    optimizers: list[Optimizer], n_steps: float = math.inf, *, inside: bool = False, **settings: bool
+) -> OptimizerBytes | None:
+    """Bytes of the state and of a step.
+
+    Args:
+        optimizers: They are not changed; of several only one steps at a time.
+        n_steps: How often they step; a short run does not fill LBFGS's history.
+        inside: Whether each parameter is updated as its gradient is ready.
+        settings: ``foreach`` or ``fused``, where they are to be other than they are.
+
+    Returns:
+        The bytes; None where an optimizer cannot step on sizes alone (it asks for a closure).
+
+    Example:
+        >>> weight = nn.Parameter(torch.zeros(1000, 1000))
+        >>> predict([torch.optim.Adam([weight], foreach=True)])
+        OptimizerBytes(state=8000004, temporary=4000000, standing=0)
+    """
+    try:
+        each = [_take(optimizer, n_steps, settings, inside=inside) for optimizer in optimizers]
+    except Exception:  # whatever an optimizer of somebody's raises on tensors without contents: it is measured instead
+        return None
+    return OptimizerBytes(
+        sum(found.state for found in each),
+        max((found.temporary for found in each), default=0),
+        max((found.standing for found in each), default=0),
+    )
+
+
+def leaner(optimizers: list[Optimizer]) -> Iterator[tuple[str, bool, OptimizerBytes]]:
+    """The settings that take less than the present ones, with their bytes; the most usual first."""
+    present = predict(optimizers)
+    for setting in SETTINGS:
+        known = all(name in optimizer.defaults for optimizer in optimizers for name in setting)
+        found = predict(optimizers, **setting) if known and optimizers else None
+        if found is not None and (present is None or found.total < present.total):
+            yield *(("fused", True) if setting["fused"] else ("foreach", False)), found
+
+
+def elsewhere(optimizers: list[Optimizer]) -> tuple[str, OptimizerBytes] | None:
+    """The place for the optimizers' state, and their bytes with it; None where it cannot wait elsewhere."""
+    on_gpu = any(p.is_cuda for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    if not optimizers or any(state_away_of(optimizer) is not None for optimizer in optimizers):
+        return None
+    try:
+        for optimizer in optimizers:
+            check_movable(optimizer)
+        each = [_measure_away(optimizer, {}, 0 if on_gpu else 2 * STAGING_BYTES) for optimizer in optimizers]
+    except Exception:  # as in predict
+        return None
+    return "host" if on_gpu else "disk", OptimizerBytes(each[0][0], max(temporary for _, temporary in each))
+
+
+def predict_for(optimizer: Optimizer | None, trained: Sequence[Tensor], *, inside: bool = False) -> OptimizerBytes:
+    """Bytes of an optimizer with other parameters, all with the settings of its first group.
+
+    Args:
+        optimizer: It is not changed; None counts as Adam.
+        trained: Perhaps on ``meta``.
+        inside: Whether parameters are updated as their gradients are ready.
+    """
+    if not trained:
+        return NO_OPTIMIZER
+    optimizer = optimizer or torch.optim.Adam(trained)
+    group = optimizer.param_groups[0]
+    if group.get("foreach", False) is None and not group.get("fused"):
+        # torch asks the parameters for their device, and a candidate's may be on meta
+        group = {**group, "foreach": all(p.is_cuda for p in group["params"])}
+    twin = copy(optimizer)
+    twin.param_groups, twin.state = [{**group, "params": trained}], {}  # type: ignore[assignment]
+    found = predict([twin], inside=inside)
+    return OptimizerBytes(2 * sum(p.nbytes for p in trained)) if found is None else found
+
+
+def optimizer_of(asked: str | Optimizer, trained: Iterable[Tensor]) -> Optimizer:
+    """An optimizer, made where it is a name.
+
+    Raises:
+        ConfigError: When the name is not known.
+    """
+    if isinstance(asked, Optimizer):
+        return asked
+    if asked not in OPTIMIZERS:
+        raise ConfigError(
+            f"optimizer={asked!r} is not known.", f"Valid names: {', '.join(OPTIMIZERS)}; or give the optimizer itself."
+        )
+    return OPTIMIZERS[asked](list(trained))
+
+
+def _take(optimizer: Optimizer, n_steps: float, settings: dict[str, bool], *, inside: bool) -> OptimizerBytes:
+    """Bytes of the state and of a step."""
+    if type(optimizer) is torch.optim.LBFGS:
+        return _take_lbfgs(optimizer, n_steps)
+    away = state_away_of(optimizer)
+    if away is not None:
+        waiting = away.waiting_bytes(_state_of(optimizer) if away.stays_here else ())
+        return OptimizerBytes(*_measure_away(optimizer, settings, waiting))
+    state, temporary = _measure(optimizer, settings)
+    return OptimizerBytes(state, _measure_alone(optimizer, settings) if inside else temporary)
+
+
+def _take_lbfgs(optimizer: Optimizer, n_steps: float) -> OptimizerBytes:
+    """Bytes of LBFGS, in copies of all weights.
+
+    Two for each remembered iteration, the last direction and the last gradient. At each closure a gradient, a new
+    direction and its summands exist, with the line search six more.
+    """
+    group = optimizer.param_groups[0]
+    weights = sum(own_part(p).nbytes for p in group["params"])
+    remembered = min(group["history_size"], n_steps * group["max_iter"])
+    standing = _LBFGS_STANDING + (_LINE_SEARCH_STANDING if group["line_search_fn"] else 0)
+    scalars = 4 * _SCALAR_BYTES * group["history_size"]
+    return OptimizerBytes(
+        round((2 * remembered + 2) * weights) + scalars, (standing + _LBFGS_MORE) * weights, standing * weights
+    )
+
+
+def _measure_alone(optimizer: Optimizer, settings: dict[str, bool]) -> int:
+    """The temporaries of a step that updates one parameter at a time; groups differ in theirs."""
+    trained = ([p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups)
+    largest = [max(params, key=lambda p: own_part(p).nbytes) for params in trained if params]
+    return max((_measure(optimizer, settings, {param})[1] for param in largest), default=0)
+
+
+def _measure_away(optimizer: Optimizer, settings: dict[str, bool], device_bytes: int) -> tuple[int, int]:
+    """The same where the state waits elsewhere: two chunks of it are a part of the step."""
+    away = state_away_of(optimizer)
+    chunks = chunks_of(optimizer) if away is None else away.chunks()
+    largest = max((params for _, params in chunks), key=lambda params: sum(p.nbytes for p in params), default=[])
+    state, temporary = _measure(optimizer, settings, set(largest))
+    return device_bytes, 2 * state + temporary
+
+
+def _measure(optimizer: Optimizer, settings: dict[str, bool], only: set[Tensor] | None = None) -> tuple[int, int]:
+    if settings.get("fused", all(group.get("fused") for group in optimizer.param_groups)):
+        # a fused kernel refuses meta tensors; its state is that of the others, and it allocates nothing
+        return _measure(optimizer, {"foreach": False, "fused": False}, only)[0], 0
+    twin = _twin(optimizer, settings, only)
+    params = [p for group in twin.param_groups for p in group["params"]]
+    peaks: list[int] = []
+    state = 0
+    for _ in range(2):  # the first step makes the state
+        for param in params:
+            param.grad = torch.empty_like(param)
+        with PeakMeter() as meter:
+            twin.step()
+        state = _state_bytes(twin)
+        peaks.append(meter.live.peak - (state if not peaks else 0))
+    return state, max(0, *peaks)
+
+
+def _state_of(optimizer: Optimizer) -> list[Tensor]:
+    """The optimizer's future state, on ``meta``."""
+    twin = _twin(optimizer, {"foreach": False, "fused": False})
+    for param in (p for group in twin.param_groups for p in group["params"]):
+        param.grad = torch.empty_like(param)
+    twin.step()
+    return [v for state in twin.state.values() for v in state.values() if isinstance(v, Tensor)]
+
+
+def _twin(optimizer: Optimizer, settings: dict[str, bool], only: set[Tensor] | None = None) -> Any:
+    """An optimizer of the same class and settings on meta tensors, without state and without hooks.
+
+    Args:
+        optimizer: It is not changed.
+        settings: Changed settings.
+        only: The parameters that it has; None for all of them.
+    """
+    kind: Any = type(optimizer)
+    twin = kind.__new__(kind)
+    # neither hooks nor the step that schedulers put over the class's own
+    plain = {k: v for k, v in vars(optimizer).items() if not k.startswith("_optimizer_") and k != "step"}
+    groups = [
+        {**group, **_setting(group, settings), "params": _meta(group["params"], only)}
+        for group in optimizer.param_groups
+    ]
+    twin.__setstate__({**plain, "state": defaultdict(dict), "param_groups": groups})
+    return twin
+
+
+def _setting(group: dict[str, Any], settings: dict[str, bool]) -> dict[str, Any]:
+    """The group's own setting, or the one that torch would choose on the parameters' device."""
+    if settings:
+        return {name: value for name, value in settings.items() if name in group}
+    if group.get("foreach", False) is None and not group.get("fused"):
+        return {"foreach": all(p.is_cuda and not isinstance(p, DTensor) for p in group["params"])}
+    return {}
+
+
+def _meta(params: list[Tensor], only: set[Tensor] | None) -> list[nn.Parameter]:
+    trained = [p for p in params if p.requires_grad and (only is None or p in only)]
+    return [nn.Parameter(torch.empty_like(own_part(p), device="meta"), p.requires_grad) for p in trained]
+
+
+def _state_bytes(optimizer: Optimizer) -> int:
+    values = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+    return sum({id(v): v.untyped_storage().nbytes() for v in values}.values())

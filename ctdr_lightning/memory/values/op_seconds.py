@@ -1,0 +1,98 @@
+"""Seconds without a device: a roofline model of a named GPU or of this machine's processor.
+
+Williams et al., CACM 2009. An op takes the larger of its arithmetic time and its memory time, and never less than a
+launch. A GPU that waits for its host takes the host's time (`behind_host`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from ctdr_lightning.basics.devices import DeviceModel, product_flops32_per_s
+from ctdr_lightning.basics.torch_private import OpOverload
+from ctdr_lightning.memory.values.op_traits import traits
+from ctdr_lightning.memory.values.tensors import tensors_in
+
+# Positions of the arguments that a kernel reads a second time: BatchNorm that trains takes its statistics, or their
+# gradients, in a pass of its own. Forward: two reads and a write; backward: four reads and a write.
+_READ_AGAIN = {
+    "aten.native_batch_norm.default": (0,),
+    "aten.cudnn_batch_norm.default": (0,),
+    "aten.native_batch_norm_backward.default": (0, 1),
+    "aten.cudnn_batch_norm_backward.default": (0, 1),
+}
+# A view is no kernel: the host makes it in about a quarter of an op's time.
+_VIEW_SHARE = 0.25
+_BF16_CAPABILITY = (8, 0)
+
+
+def op_seconds(device: DeviceModel, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+    """Time of one call on the device.
+
+    Matrix products in fp32 run at TF32's rate where ``torch.get_float32_matmul_precision()`` allows it, convolutions
+    where ``torch.backends.cudnn`` does. Neither is the rate of other arithmetic.
+
+    Args:
+        device: The device's sustained rates.
+        func: The op.
+        args: Its arguments; tensors may be fake.
+        kwargs: Its keyword arguments.
+        out: Its result: a tensor or several.
+    """
+    what = traits(func)
+    if what.view:
+        return 0.0
+    outs = list(tensors_in(out if type(out) in (tuple, list) else (out,)))
+    moved = sum(t.nbytes for t in (*tensors_in((*args, *kwargs.values())), *outs))
+    again = _READ_AGAIN.get(what.name, ()) if device.is_gpu else ()
+    moved += sum(args[i].nbytes for i in again if isinstance(args[i], Tensor))
+    rate = _rate(device, what.name, outs[0].dtype if outs else torch.float32)
+    return max(device.launch_s, _flops(func, what.name, args, kwargs, out) / rate, moved / device.bytes_per_s)
+
+
+def behind_host(device: DeviceModel, seconds: Iterable[float]) -> list[float]:
+    """Times of a step's ops on a GPU that its host feeds: a kernel starts once it has been handed over.
+
+    The host runs ahead of a busy GPU and costs nothing; behind short kernels the GPU waits. A replayed op is charged
+    the wait of its first run.
+
+    Args:
+        device: The GPU.
+        seconds: Times of the kernels in their order; 0 for a view.
+    """
+    host_s = gpu_s = 0.0
+    found = []
+    for kernel_s in seconds:
+        host_s += device.host_s if kernel_s else _VIEW_SHARE * device.host_s
+        done_s = max(gpu_s, host_s) + kernel_s if kernel_s else gpu_s
+        found.append(done_s - gpu_s)
+        gpu_s = done_s
+    return found
+
+
+def _rate(device: DeviceModel, name: str, dtype: torch.dtype) -> float:
+    """Arithmetic a second."""
+    if dtype.itemsize <= 2:
+        emulated = dtype is torch.bfloat16 and device.is_gpu and device.compute_capability < _BF16_CAPABILITY  # type: ignore[operator]
+        return device.flops32_per_s if emulated else device.flops16_per_s
+    return product_flops32_per_s(device, by_cudnn="convolution" in name or "cudnn" in name)
+
+
+def _flops(func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+    if name.startswith("aten._cudnn_rnn"):
+        return _recurrent_flops(name, args)
+    count = flop_registry.get(getattr(func, "_overloadpacket", func))  # a higher-order operator has no packet
+    return count(*args, **kwargs, out_val=out) if count is not None else 0
+
+
+def _recurrent_flops(name: str, args: tuple[Any, ...]) -> float:
+    """Two for each weight of each step; the backward computes two products for each of the forward's."""
+    tensor, weights = args[0], args[1]
+    steps = prod(tensor.shape[:-1])
+    return 2 * steps * sum(w.numel() for w in weights if w.dim() > 1) * (2 if "backward" in name else 1)

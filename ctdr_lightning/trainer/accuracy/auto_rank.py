@@ -1,0 +1,131 @@
+"""``rank="auto"`` before training: ranks for a memory budget, on a silent copy, from batches drawn as fit does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from inspect import Parameter, signature
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ctdr_lightning.basics.errors import ConfigError, CTDRError, first_line
+from ctdr_lightning.decomposition import Report
+from ctdr_lightning.joint.budget_fit import BudgetFit
+from ctdr_lightning.joint.for_budget import fit_to_budget
+from ctdr_lightning.joint.metric import MetricLike, alone, is_torchmetric, name_of
+from ctdr_lightning.memory import Trace
+from ctdr_lightning.memory.account.batch import BatchAccount
+from ctdr_lightning.trainer.accuracy.training_data import TrainingData
+from ctdr_lightning.trainer.options import CallbackOptions
+from ctdr_lightning.trainer.randomness import isolated
+
+AccountOf = Callable[[Optimizer | None, Any, Trace, nn.Module], BatchAccount]
+_HINT = "Write a share such as rank=0.5, which needs no training step; or call fit_to_budget on the network itself."
+
+
+class AutoRank(TrainingData):
+    """Decomposes a module to fit a memory budget.
+
+    Args:
+        trainer: In ``setup`` of a fit. All ranks make this object.
+        options: The callback's.
+        account: From the optimizer, the first batch, a candidate's recorded step and the candidate to the account of
+            a batch.
+
+    Attributes:
+        fit: The choice; None before, and on other ranks.
+    """
+
+    def __init__(self, trainer: Any, options: CallbackOptions, account: AccountOf) -> None:
+        super().__init__(trainer)
+        self._asked, self._account = options, account
+        self.fit: BudgetFit | None = None
+
+    def decompose(self, module: LightningModule, options: Mapping[str, Any], change: bool) -> Report:
+        """Choose, and decompose a module in place where ``change``.
+
+        Raises:
+            ConfigError: If there are no training batches, or no step can be run on a copy.
+            InfeasibleBudgetError: If nothing fits.
+        """
+        if self._problem:
+            raise ConfigError(f"a choice of ranks needs training data, but {self._problem}.", _HINT)
+        if not module.automatic_optimization:
+            raise ConfigError(
+                "a choice of ranks needs automatic optimization: a manual step cannot be run alone.", _HINT
+            )
+        try:
+            with isolated():
+                return self._on_a_copy(module, options, change)
+        except CTDRError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"a choice of ranks runs training steps on a copy, which cannot be done ({first_line(error)}).", _HINT
+            ) from error
+
+    def _decomposed(
+        self, double: LightningModule, batches: Sequence[Any], step: Callable[[Any, Any], Any], options: Any
+    ) -> Report:
+        asked = self._asked
+        self.fit = fit_to_budget(
+            double, partial(_loss, self._trainer, step), batches, asked.memory_budget,
+            max_slowdown=asked.max_slowdown, max_loss=asked.max_loss, method=asked.method, select=asked.select,
+            metric=self._metric(double), progress=asked.verbose, prefer_dense=asked.prefers_dense,
+            account=partial(self._account, _optimizer(double), batches[0][1]),
+        )  # fmt: skip
+        return self.fit.report
+
+    def _metric(self, double: LightningModule) -> MetricLike | None:
+        """The metric in a form for a copy, without the other ranks."""
+        metric = self._asked.metric
+        if metric is None or is_torchmetric(metric):
+            return metric
+        alone(double)  # a function may use the module's own metrics
+        return _on_module(self._trainer, metric)
+
+
+def _loss(trainer: Any, step: Callable[[Any, Any], Any], module: LightningModule, batch: Any) -> Tensor:
+    module.trainer = trainer  # copies of a LightningModule leave their trainer behind
+    output = step(module, batch)
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        raise ConfigError("training_step returned no loss on the first batches.", _HINT)
+    return loss
+
+
+def _on_module(trainer: Any, metric: Callable[[Any, Any], Any]) -> MetricLike:
+    """A function of the user's, called with the module and the batch as validation would have them."""
+
+    def measured(module: LightningModule, numbered: tuple[int, Any]) -> Any:
+        module.trainer = trainer
+        with trainer.precision_plugin.val_step_context():
+            return metric(module, numbered[1])
+
+    measured.__name__ = name_of(metric)
+    return measured
+
+
+def _optimizer(double: LightningModule) -> Optimizer | None:
+    """The optimizer whose state will be resident; None if it cannot be made yet.
+
+    Raises:
+        ConfigError: If it runs the step itself, any number of times.
+    """
+    try:
+        made: Any = double.configure_optimizers()
+    except Exception:  # the user's code may ask for anything that comes after setup
+        return None
+    while isinstance(made, list | tuple | dict) and made:
+        made = made["optimizer"] if isinstance(made, dict) else made[0]
+    if not isinstance(made, Optimizer):
+        return None
+    if signature(made.step).parameters["closure"].default is Parameter.empty:
+        name = type(made).__name__
+        raise ConfigError(
+            f"a choice of ranks cannot price {name}, which runs the step itself, any number of times.", _HINT
+        )
+    return made

@@ -1,0 +1,117 @@
+"""The layers that plan a step and guard its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from ctdr_lightning.memory import signature_of
+from ctdr_lightning.memory.step_guide import StepGuide
+from ctdr_lightning.trainer.training_step.layers import Backward, Chain, Layer, Step
+from ctdr_lightning.trainer.training_step.memory_stage import MemoryStage
+from ctdr_lightning.trainer.training_step.optimizer.in_backward import StepInBackward
+
+
+class Planned(Layer):
+    """Tells the kind of each step, and has its plan made where that is due.
+
+    Args:
+        memory: Plans the steps.
+    """
+
+    def __init__(self, memory: MemoryStage) -> None:
+        self._memory = memory
+
+    def forward(self, step: Step, rest: Chain) -> Any:
+        """Make the memory ready, before the retry takes hold of gradients."""
+        alike = signature_of(step.inputs, step.module)
+        beside_bytes, adds = self._memory.make_ready(step.inputs, lambda adds: (step.extra, adds, alike), step.later)
+        return rest.forward(replace(step, kind=(step.extra, adds, alike), beside_bytes=beside_bytes))
+
+    def done(self) -> None:
+        """Plan a step that was recorded."""
+        self._memory.plan_due()
+
+
+class Guided(Layer):
+    """Records a step or carries out its plan.
+
+    Args:
+        memory: Plans the steps.
+        session: Guards the memory of each step.
+    """
+
+    def __init__(self, memory: MemoryStage, session: StepGuide) -> None:
+        self._memory, self._session = memory, session
+
+    def forward(self, step: Step, rest: Chain) -> Any:
+        """Run under the session."""
+        self._memory.plan_due(step.kind)
+        self._session.begin(step.kind, beside_bytes=step.beside_bytes)
+        try:
+            output = step.finish(rest.forward(step))
+        except BaseException:
+            self._session.abort()
+            raise
+        self._session.forward_done()
+        return output
+
+    def backward(self, loss: Tensor, rest: Backward) -> None:
+        """A step is known by its graphs."""
+        self._session.backward_begins(loss)
+        rest(loss)
+
+    def done(self) -> None:
+        """A recorder leaves."""
+        self._session.end()
+
+    def leave(self) -> None:
+        """Leave a step that is under way."""
+        self._session.abort()
+
+
+class Unguided(Layer):
+    """Finishes the output of a step where no memory is planned."""
+
+    def forward(self, step: Step, rest: Chain) -> Any:
+        """Run, and finish."""
+        return step.finish(rest.forward(step))
+
+
+class Taught(Layer):
+    """Runs a step beside the teacher.
+
+    Args:
+        around: From the module and its step to the output, perhaps another loss.
+    """
+
+    def __init__(self, around: Callable[[nn.Module, Callable[[], Any]], Any]) -> None:
+        self._around = around
+
+    def forward(self, step: Step, rest: Chain) -> Any:
+        """Run with the teacher's loss."""
+        return self._around(step.module, lambda: rest.forward(step))
+
+
+class Updating(Layer):
+    """Updates parameters inside the backward, where that is asked for.
+
+    Args:
+        in_backward: Does so.
+        session: The updates are hidden from it; None where no memory is planned.
+        begins: Told of the optimizer before each update.
+    """
+
+    def __init__(
+        self, in_backward: StepInBackward, session: StepGuide | None, begins: Callable[[Any], None] | None
+    ) -> None:
+        self._in_backward, self._session, self._begins = in_backward, session, begins
+
+    def backward(self, loss: Tensor, rest: Backward) -> None:
+        """Update each parameter as its gradient is ready."""
+        unseen = self._session.unseen if self._session is not None else None
+        with self._in_backward.backward(unseen, self._begins):
+            rest(loss)

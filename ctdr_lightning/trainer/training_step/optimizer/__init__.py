@@ -1,0 +1,1 @@
+"""The optimizers of a run: their bytes, their state, their step."""

@@ -1,0 +1,54 @@
+"""The bytes of a batch with a candidate of ``rank="auto"``, by the account that the run itself keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ctdr_lightning.basics.torch_private import tree_leaves
+from ctdr_lightning.memory import Trace
+from ctdr_lightning.memory.account.batch import BatchAccount, with_room
+from ctdr_lightning.memory.holders.optimizer_bytes import predict_for
+from ctdr_lightning.trainer.modules import SMALL_ELEMENTS
+from ctdr_lightning.trainer.options import CallbackOptions
+from ctdr_lightning.trainer.strategies import bucket_bytes
+
+
+def candidate_account(
+    trainer: Any, options: CallbackOptions, optimizer: Optimizer | None, batch: Any, trace: Trace, candidate: nn.Module
+) -> BatchAccount:
+    """The account of a batch with a candidate.
+
+    Args:
+        trainer: About to train.
+        options: The callback's.
+        optimizer: Of the dense model; None where it cannot be made yet, which counts as Adam.
+        batch: The first one.
+        trace: The candidate's step.
+        candidate: Perhaps on ``meta``.
+    """
+    trained = [p for p in candidate.parameters() if p.requires_grad]
+    sizes = [p.nbytes for p in trained]
+    copied_bytes = _copied_bytes(candidate, batch) if options.retry_on_oom else 0
+    inside = options.optimizer_step is not None
+    taken = predict_for(optimizer, trained, inside=inside)
+    kept_bytes = sum(sizes) if options.keep_gradients else 0
+    beside = trace.with_static(bucket_bytes(trainer.strategy, candidate))
+    account = BatchAccount(beside, taken, kept_bytes=kept_bytes, copied_bytes=copied_bytes)
+    if inside:
+        return account.stepping_inside(sizes, taken)
+    return account.adding(sizes) if trainer.accumulate_grad_batches > 1 else account
+
+
+def _copied_bytes(candidate: nn.Module, batch: Any) -> int:
+    """Bytes of the copies by which a step that ran out of memory is put back: of all small tensors but the weights.
+
+    A budget that is only just met without them is refused, or planned anew, once training makes them.
+    """
+    frozen = [p for p in candidate.parameters() if not p.requires_grad]
+    batched = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    small = [t for t in (*frozen, *candidate.buffers(), *batched) if t.numel() <= SMALL_ELEMENTS]
+    n_bytes = sum(t.nbytes for t in {id(t): t for t in small}.values())
+    return with_room(n_bytes)

@@ -1,0 +1,200 @@
+"""The optimizer's step inside the backward: each parameter is updated as its gradient is ready, which is then freed.
+
+LOMO's fusion of gradient and update (Lv et al., arXiv 2306.09782), for any optimizer of ``torch.optim`` that updates
+its parameters one by one. The optimizer's own ``step`` stays: it runs the backward as its closure and finds no gradient
+left, so that schedulers, hooks, counters and checkpoints are as ever.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import Lock
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.memory.holders.optimizer_state import updates_one_by_one
+from ctdr_lightning.trainer.modules import has_compiled_step, overrides
+from ctdr_lightning.trainer.strategies import is_on_one_device
+from ctdr_lightning.trainer.training_step.optimizer.gradient_readers import gradient_reader
+
+OPTION = "optimizer_step='in_backward'"
+_BETWEEN = (
+    "backward", "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step",
+    "optimizer_zero_grad",
+)  # fmt: skip
+_ADDS_UP = "GradientAccumulationScheduler"
+
+
+Unseen = Callable[[], AbstractContextManager[None]]
+Begins = Callable[[Optimizer], None]
+
+
+class StepInBackward:
+    """Updates the parameters of a Trainer's optimizer inside the backward, for as long as it trains.
+
+    Args:
+        asked: Whether that is asked for; else nothing is done.
+    """
+
+    def __init__(self, *, asked: bool) -> None:
+        self._asked = asked
+        self._unseen: Unseen = nullcontext
+        self._begins: Begins | None = None
+        self._optimizer: Optimizer | None = None
+        self._handles: list[Any] = []
+        self._open = False
+        self._updated: set[Tensor] = set()
+        self._one_at_a_time = Lock()  # devices have backward threads of their own
+
+    def attach(self, trainer: Any, module: LightningModule, *, keeps_gradients: bool) -> None:
+        """Hook every parameter that is trained.
+
+        Args:
+            trainer: About to train.
+            module: The model.
+            keeps_gradients: Whether the gradients of a step are asked for in the next one.
+
+        Raises:
+            ConfigError: If something runs between the backward and the optimizer's step, or reads gradients.
+        """
+        if not self._asked or self._handles:
+            return
+        reason = hindrance(trainer, module, keeps_gradients=keeps_gradients)
+        if reason:
+            raise ConfigError(
+                f"{OPTION} is not supported here: {reason}.", "Leave optimizer_step out, or remove the obstacle."
+            )
+        (optimizer,) = trainer.optimizers
+        self._optimizer = optimizer
+        for index, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                if param.requires_grad:
+                    self._handles.append(param.register_post_accumulate_grad_hook(self._hook(index)))
+
+    def release(self) -> None:
+        """Remove the hooks; gradients remain until the step again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._optimizer = [], None
+
+    @contextmanager
+    def backward(self, unseen: Unseen | None = None, begins: Begins | None = None) -> Iterator[None]:
+        """Around the backward after which the optimizer would step; gradients of any other only add up.
+
+        Args:
+            unseen: Pauses the recording of the step during an update.
+            begins: Told of the optimizer before each update: from then on the step cannot be repeated.
+        """
+        self._unseen, self._begins = unseen or nullcontext, begins
+        self._updated.clear()
+        self._open = True
+        try:
+            yield
+        finally:
+            self._open = False
+
+    def _hook(self, index: int) -> Callable[[Tensor], None]:
+        def ready(param: Tensor) -> None:
+            if self._open:
+                with self._one_at_a_time:
+                    self._update(index, param)
+
+        return ready
+
+    def _update(self, index: int, param: Tensor) -> None:
+        assert self._optimizer is not None
+        if param in self._updated:
+            raise ConfigError(
+                f"{OPTION} is impossible: a parameter of shape {tuple(param.shape)} got its gradient in two parts, the "
+                "second after its update.",
+                "Call torch.utils.checkpoint.checkpoint with use_reentrant=False, or leave optimizer_step out.",
+            )
+        self._updated.add(param)
+        if self._begins is not None:
+            self._begins(self._optimizer)
+        with torch.no_grad(), _alone(self._optimizer, index, param), self._unseen():
+            _own_update(self._optimizer)
+        param.grad = None
+
+
+def _own_update(optimizer: Optimizer) -> None:
+    """The class's own step, without hooks and schedulers' wrappers: these run once a step."""
+    inspect.unwrap(type(optimizer).step)(optimizer)
+
+
+@contextmanager
+def _alone(optimizer: Optimizer, index: int, param: Tensor) -> Iterator[None]:
+    """An optimizer that has one parameter for a while."""
+    groups = optimizer.param_groups
+    whole = [group["params"] for group in groups]
+    for place, group in enumerate(groups):
+        group["params"] = [param] if place == index else []
+    try:
+        yield
+    finally:
+        for group, params in zip(groups, whole, strict=True):
+            group["params"] = params
+
+
+def hindrance(trainer: Any, module: LightningModule, *, keeps_gradients: bool) -> str:
+    """Why the step cannot be inside the backward; empty where it can.
+
+    Args:
+        trainer: About to train, or in training.
+        module: The model.
+        keeps_gradients: Whether the gradients of a step are asked for in the next one.
+    """
+    asked = (
+        loop_hindrance(trainer, module), _run_hindrance(trainer), _optimizer_hindrance(trainer),
+        _code_hindrance(trainer, module),
+    )  # fmt: skip
+    for reason in asked:
+        if reason:
+            return reason
+    return "keep_gradients=True asks for gradients that are freed as they come" if keeps_gradients else ""
+
+
+def loop_hindrance(trainer: Any, module: LightningModule) -> str:
+    """Why a batch is not one forward, one backward and one step of this process alone; empty where it is."""
+    if not module.automatic_optimization:
+        return "under manual optimization the module itself says when its optimizers step"
+    if not is_on_one_device(trainer.strategy):
+        return f"under {type(trainer.strategy).__name__} gradients are exchanged between processes before the step"
+    if trainer.accumulate_grad_batches > 1:
+        return f"accumulate_grad_batches={trainer.accumulate_grad_batches} adds gradients up over several backwards"
+    if any(kind.__name__ == _ADDS_UP for callback in trainer.callbacks for kind in type(callback).__mro__):
+        return f"{_ADDS_UP} adds gradients up over several backwards"
+    return "the module is compiled, its step included" if has_compiled_step(module) else ""
+
+
+def _run_hindrance(trainer: Any) -> str:
+    if trainer.gradient_clip_val:
+        return f"gradient_clip_val={trainer.gradient_clip_val} needs all gradients before the first update"
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        return f"precision={trainer.precision!r} scales the loss, and looks at all gradients before the first update"
+    return ""
+
+
+def _optimizer_hindrance(trainer: Any) -> str:
+    if len(trainer.optimizers) != 1:
+        return f"the module has {len(trainer.optimizers)} optimizers"
+    optimizer = trainer.optimizers[0]
+    if updates_one_by_one(optimizer):
+        return ""
+    return f"{type(optimizer).__name__} is not known to update its parameters one by one"
+
+
+def _code_hindrance(trainer: Any, module: LightningModule) -> str:
+    for owner in (module, *trainer.callbacks):
+        for name in _BETWEEN:
+            if overrides(owner, name):
+                return f"{type(owner).__name__}.{name} comes between gradients and their update"
+    reader = gradient_reader(module, trainer.callbacks)
+    return f"{reader} reads gradients, which are freed as they come" if reader else ""

@@ -1,0 +1,37 @@
+"""Memory that a step does not make: weights, buffers, optimizer state, the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from ctdr_lightning.basics.torch_private import tree_leaves
+from ctdr_lightning.memory.holders.optimizer_state import state_away_of
+from ctdr_lightning.memory.values.tensors import own_part, storage_bytes
+
+
+def local_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes that tensors take on this device; of sharded ones, the own shard."""
+    return storage_bytes(map(own_part, tensors))
+
+
+def optimizer_tensors(optimizers: list[torch.optim.Optimizer]) -> Iterator[Tensor]:
+    """The state that optimizers keep, in lists too: LBFGS has its history there."""
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for value in state.values():
+                found = tree_leaves(value) if isinstance(value, list | tuple | dict) else (value,)
+                yield from (leaf for leaf in found if isinstance(leaf, Tensor))
+
+
+def waiting_tensors(optimizers: list[torch.optim.Optimizer]) -> Iterator[Tensor]:
+    """Tensors that represent state which waits on the device in fewer bytes; each step makes them anew."""
+    for away in filter(None, map(state_away_of, optimizers)):
+        yield from away.tensors
+
+
+def state_bytes(optimizers: list[torch.optim.Optimizer]) -> int:
+    """Bytes of the optimizers' state on the device, including compressed state."""
+    return local_bytes((*optimizer_tensors(optimizers), *waiting_tensors(optimizers)))

@@ -1,0 +1,1 @@
+"""A step that failed, put back and run again."""

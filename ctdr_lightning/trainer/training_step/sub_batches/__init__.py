@@ -1,0 +1,1 @@
+"""A batch run as several smaller ones."""

@@ -1,0 +1,150 @@
+"""Checks before a batch is split: obstacles, and whether its loss is a mean over its samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from ctdr_lightning.basics.errors import ConfigError, first_line
+from ctdr_lightning.trainer.modules import overrides
+from ctdr_lightning.trainer.training_step.layers import loss_of
+from ctdr_lightning.trainer.training_step.optimizer.gradient_readers import gradient_reader
+from ctdr_lightning.trainer.training_step.optimizer.in_backward import loop_hindrance
+from ctdr_lightning.trainer.training_step.retry.snapshot import Snapshot
+from ctdr_lightning.trainer.training_step.retry.write_guard import CannotRepeatError, WriteGuard
+from ctdr_lightning.trainer.training_step.sub_batches.parts import cut, n_samples, parts_of
+
+# In two parts, of three and two samples: uneven, so that a loss to which sizes matter is noticed, and larger than a
+# single sample, on which a norm over samples fails.
+_SAMPLES = 5
+# Of the loss. Sums over samples are off by half of it; rounding in single precision stays below a millionth, in
+# half precision below a hundredth.
+_TOLERANCE, _TOLERANCE_HALF = 1e-3, 2e-2
+_BY_BATCH = nn.modules.batchnorm._BatchNorm
+_DRAWS = (nn.modules.dropout._DropoutNd, nn.MultiheadAttention, nn.RNNBase)
+Step = Callable[[Any], Any]
+
+
+def sub_batch_hindrance(trainer: Any, module: LightningModule) -> str:
+    """Why the batches of a run cannot be cut; empty where they can.
+
+    Args:
+        trainer: About to train, or in training.
+        module: The model.
+    """
+    for name in ("backward", "optimizer_zero_grad"):
+        if overrides(module, name):
+            return f"{type(module).__name__}.{name} is the module's own"
+    if overrides(trainer.precision_plugin, "pre_backward"):
+        return f"{type(trainer.precision_plugin).__name__}.pre_backward changes the loss"
+    reason = loop_hindrance(trainer, module)
+    reader = "" if reason else gradient_reader(module, trainer.callbacks)
+    return f"{reader} reads the last step's gradients" if reader else reason
+
+
+def batch_norm_of(module: nn.Module) -> str:
+    """The name and class of the first BatchNorm that normalises by its batch; empty if there is none.
+
+    Example:
+        >>> batch_norm_of(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+        '1 (BatchNorm1d)'
+    """
+    found = ((name, part) for name, part in module.named_modules() if isinstance(part, _BY_BATCH))
+    by_batch = (f"{name} ({type(part).__name__})" for name, part in found if part.training or part.running_mean is None)
+    return next(by_batch, "")
+
+
+def check_mean(module: LightningModule, step: Step, batch: Any, *, half: bool) -> str:
+    """Compare the loss of a few samples with the mean of the losses of parts of them, and put everything back.
+
+    Dropout is off meanwhile. Where the loss is still another one each time, the whole module is in evaluation mode.
+
+    Args:
+        module: The model.
+        step: From a batch to the result of ``training_step``.
+        batch: Of two samples or more.
+        half: Whether the step computes in half precision.
+
+    Returns:
+        Why it could not be told; empty where it is a mean.
+
+    Raises:
+        ConfigError: If it is no mean.
+    """
+    few = cut(batch, 0, _SAMPLES)
+    snapshot = Snapshot({"module": module, "batch": batch}, set())
+    tolerance = _TOLERANCE_HALF if half else _TOLERANCE
+    try:
+        with torch.no_grad(), WriteGuard(snapshot.copied, snapshot.drawn_from):
+            return _compare(module, step, few, tolerance)
+    except CannotRepeatError as error:
+        return f"the step changes {error}"
+    except ConfigError:
+        raise
+    except Exception as error:  # the user's step may raise anything without gradients, or on so few samples
+        return first_line(error)
+    finally:
+        snapshot.put_back()
+        torch.clear_autocast_cache()  # weights that were cast without a graph would serve the step itself
+
+
+def _compare(module: LightningModule, step: Step, few: Any, tolerance: float) -> str:
+    draws: list[nn.Module] = [part for part in module.modules() if isinstance(part, _DRAWS)]
+    for silenced in (draws, list(module.modules())):
+        with _evaluating(silenced):
+            whole, again = _loss(step, few), _loss(step, few)
+            if not _near(whole, again, [whole], tolerance):
+                continue
+            losses = [(part.share, _loss(step, part.batch)) for part in parts_of(few, 2)]
+        mean = sum(share * loss for share, loss in losses)
+        if not _near(whole, mean, [loss for _, loss in losses], tolerance):
+            raise _no_mean(n_samples(few), whole, mean)
+        return ""
+    return "it differs from call to call, in evaluation mode too"
+
+
+def _no_mean(n: int, whole: float, mean: float) -> ConfigError:
+    return ConfigError(
+        f"sub_batches would change the loss: that of {n} samples is {whole:.6g}, the mean over their sub-batches "
+        f"{mean:.6g}. The loss is not a mean over samples.",
+        "Let training_step return the mean over the samples of its batch, with no term between samples and no padding "
+        "left out of the mean, or leave sub_batches out.",
+    )
+
+
+def _loss(step: Step, batch: Any) -> float:
+    loss = loss_of(step(batch))
+    if loss is None:
+        raise RuntimeError("training_step returned no loss")
+    value = float(loss.detach())
+    if not math.isfinite(value):
+        raise RuntimeError(f"the loss is {value}")
+    return value
+
+
+def _near(first: float, second: float, beside: Iterable[float], tolerance: float) -> bool:
+    scale = max([abs(first), abs(second), *map(abs, beside)])
+    return abs(first - second) <= tolerance * scale
+
+
+@contextmanager
+def _evaluating(modules: list[nn.Module]) -> Iterator[None]:
+    before = [part.training for part in modules]
+    try:
+        for part in modules:
+            part.training = False
+        yield
+    finally:
+        for part, training in zip(modules, before, strict=True):
+            part.training = training
+
+
+def computes_in_half(device_type: str, parameters: Iterable[Tensor]) -> bool:
+    """Whether a step now runs under autocast, or on weights of fewer than 32 bits."""
+    return torch.is_autocast_enabled(device_type) or any(p.is_floating_point() and p.itemsize < 4 for p in parameters)

@@ -1,0 +1,217 @@
+"""A batch run as several smaller ones, with the gradients and the loss of the whole: moDNN's sub-batches.
+
+The forward and backward of all sub-batches but the last run inside ``training_step``, before Lightning frees the
+gradients of the step before. So their gradients are set aside, and added when the last one's backward begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+
+from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.basics.torch_private import no_dispatch_modes
+from ctdr_lightning.memory import signature_of
+from ctdr_lightning.trainer.training_step.events import BatchesCut
+from ctdr_lightning.trainer.training_step.layers import Backward, Chain, Layer, Step, loss_of
+from ctdr_lightning.trainer.training_step.memory_stage import MemoryStage
+from ctdr_lightning.trainer.training_step.sub_batches.checks import (
+    batch_norm_of,
+    check_mean,
+    computes_in_half,
+    sub_batch_hindrance,
+)
+from ctdr_lightning.trainer.training_step.sub_batches.joined import JoinedLogs, detached_output, joined_output
+from ctdr_lightning.trainer.training_step.sub_batches.parts import Part, n_samples, parts_of
+
+Run = Callable[..., Any]
+_HINT = "Leave sub_batches out, or remove the obstacle."
+
+
+class SubBatches(Layer):
+    """Cuts the batches of a run.
+
+    Args:
+        asked: How many sub-batches each batch has; ``"auto"`` for the fewest that fit the budget.
+        memory: Knows how many these are.
+
+    Attributes:
+        logs: Logs of the sub-batches.
+    """
+
+    def __init__(self, asked: int | str, memory: MemoryStage) -> None:
+        self._asked, self._memory = asked, memory
+        self.logs = JoinedLogs()
+        self._numbers: dict[Hashable, int] = {}
+        self._held: list[tuple[nn.Parameter, Tensor]] = []
+        self._checked = False
+
+    def check(self, trainer: Any, module: LightningModule) -> None:
+        """Refuse a run whose batches cannot be split.
+
+        Raises:
+            ConfigError: With the obstacle.
+        """
+        reason = sub_batch_hindrance(trainer, module)
+        if reason:
+            raise ConfigError(f"sub_batches={self._asked!r} is not supported here: {reason}.", _HINT)
+
+    def leave(self) -> None:
+        """Leave a batch that is under way."""
+        self.logs.close()
+        self._held = []
+
+    def forward(self, step: Step, rest: Chain) -> Any:
+        """Run ``training_step`` on a batch, in parts.
+
+        Args:
+            step: The whole batch's.
+            rest: Runs a part as the whole batch would be.
+
+        Returns:
+            The step's result for the whole batch; its loss leads back to the last sub-batch alone.
+
+        Raises:
+            ConfigError: If the batch cannot be cut, or its loss is no mean over samples.
+        """
+        number = self._number(step)
+        if number < 2:
+            return rest.forward(step)
+        try:
+            return self._in_parts(step, rest, parts_of(step.inputs[0][0], number))
+        finally:
+            self.logs.close()
+
+    def backward(self, loss: Tensor, rest: Backward) -> None:
+        """The last sub-batch's backward adds to the gradients of the others."""
+        held, self._held = self._held, []
+        for parameter, gradient in held:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        del held
+        rest(loss)
+
+    def _in_parts(self, step: Step, rest: Chain, parts: list[Part]) -> Any:
+        joined, module = _Joined([part.share for part in parts], self.logs), step.module
+        (_, *more), named = step.inputs
+        _free_gradients(module)
+        for index, part in enumerate(parts):
+            run, finish = partial(self._logged, index, step.run), partial(joined.take, index)
+            inputs = (part.batch, *more), named
+            output = rest.forward(replace(step, run=run, inputs=inputs, finish=finish, later=index > 0))
+            if output is None:  # Lightning skips such a batch
+                self.logs.tell(joined.shares)
+                _free_gradients(module)
+                return None
+            if index + 1 < len(parts):
+                _backward(module, output)
+                del output
+                rest.done()
+        self._held = _taken(module)
+        return output
+
+    def _logged(self, index: int, inner: Run, *args: Any, **kwargs: Any) -> Any:
+        self.logs.begin(index)
+        return inner(*args, **kwargs)
+
+    def _number(self, step: Step) -> int:
+        kind = (signature_of(step.inputs, step.module), step.extra, self._memory.planner.limits)
+        if kind not in self._numbers:
+            self._numbers[kind] = self._decided(step.module, step.run, step.inputs)
+        return self._numbers[kind]
+
+    def _decided(self, module: LightningModule, inner: Run, inputs: Any) -> int:
+        """Number of sub-batches of a kind of batch, after the check that it can be split."""
+        n = n_samples(inputs[0][0] if inputs[0] else None)
+        if n < 2 and not self._numbers and self._asked != "auto":
+            raise ConfigError(f"sub_batches={self._asked!r} is impossible: the batch has {n} sample.", _HINT)
+        number = (
+            min(self._asked, n) if isinstance(self._asked, int) else self._memory.planner.fewest_sub_batches(inputs)
+        )
+        if number > 1:
+            self._check_batch(module, inner, inputs)
+            self._memory.note(BatchesCut(n, number))
+        return number
+
+    def _check_batch(self, module: LightningModule, inner: Run, inputs: Any) -> None:
+        found = batch_norm_of(module)
+        if found:
+            raise ConfigError(
+                f"sub_batches={self._asked!r} is not supported: {found} normalises each sample by its whole batch.",
+                "Use GroupNorm or LayerNorm, put it in evaluation mode, or leave sub_batches out.",
+            )
+        if self._checked:
+            return
+        (batch, *more), named = inputs
+        half = computes_in_half(module.device.type, module.parameters())
+        try:
+            self.logs.begin(0)
+            reason = check_mean(module, lambda few: inner(few, *more, **named), batch, half=half)
+        finally:
+            self.logs.close()
+        self._checked = True
+        if reason:
+            rank_zero_warn(
+                f"CTDR: whether the loss is a mean over samples could not be checked: {reason}. Only where it is, "
+                "sub-batches have the gradients of the whole batch."
+            )
+
+
+class _Joined:
+    """Results of the sub-batches of one batch."""
+
+    def __init__(self, shares: list[float], logs: JoinedLogs) -> None:
+        self.shares, self._logs = shares, logs
+        self._sums: list[Tensor] = []
+        self._outputs: list[tuple[float, Any]] = []
+
+    def take(self, index: int, output: Any) -> Any:
+        """Note the result of a sub-batch, or of its repetition.
+
+        Returns:
+            The loss up to here, which leads back to this sub-batch alone, so that all have one graph; for the last one,
+            the result of the whole batch's step.
+        """
+        del self._sums[index:], self._outputs[index:]
+        loss = loss_of(output)
+        if loss is None:
+            return None
+        part = self.shares[index] * loss
+        with no_dispatch_modes():
+            before = self._sums[-1] if self._sums else torch.zeros_like(part)
+            self._sums.append(before + part.detach())
+        self._outputs.append((self.shares[index], detached_output(output)))
+        so_far = part + before
+        if index + 1 < len(self.shares):
+            return so_far
+        self._logs.tell(self.shares)
+        return joined_output(self._outputs, so_far)
+
+
+def _free_gradients(module: LightningModule) -> None:
+    for optimizer in module.trainer.optimizers:
+        optimizer.zero_grad(set_to_none=True)
+
+
+def _taken(module: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
+    """The gradients, which Lightning would free otherwise."""
+    held = [(parameter, parameter.grad) for parameter in module.parameters() if parameter.grad is not None]
+    for parameter, _ in held:
+        parameter.grad = None
+    return held
+
+
+def _backward(module: LightningModule, loss: Tensor) -> None:
+    """A backward as the trainer runs it: outside of autocast, the loss divided and scaled as it would be."""
+    trainer: Any = module.trainer
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    loss = loss / trainer.accumulate_grad_batches  # by 1, but a graph without it would be another kind of step
+    torch.clear_autocast_cache()
+    with torch.autocast(module.device.type, enabled=False):
+        module.backward(loss if scaler is None else scaler.scale(loss))

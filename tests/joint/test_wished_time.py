@@ -1,0 +1,88 @@
+"""Without ``max_slowdown`` the time is a wish: it gives way before accuracy does, and before there is no answer."""
+
+import pytest
+
+from ctdr_lightning import fit_to_budget
+from ctdr_lightning.basics.errors import InfeasibleBudgetError
+from ctdr_lightning.decomposition import Bench, FactorizedLayer
+from ctdr_lightning.joint import for_budget, search
+from ctdr_lightning.joint.allowance import AllowedLoss
+from ctdr_lightning.joint.turns import Turns
+from tests.joint import parts
+
+pytestmark = pytest.mark.usefixtures("short_thoughts")
+
+
+def chosen(budget, **options):
+    return fit_to_budget(parts.network(), parts.step, parts.batches(), budget, progress=False, **options)
+
+
+@pytest.fixture(scope="module")
+def bounds():
+    """Peak of the dense step, and the least that recomputation alone reaches."""
+    least = chosen(None, max_loss=0.0, max_slowdown=50.0)
+    return least.dense_peak_bytes, least.peak_bytes
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Plans of the dense model take twice its step, factorized ones half of it."""
+
+    def in_turns(dense, step, once):
+        cut = any(isinstance(layer, FactorizedLayer) for layer in step.model.modules())
+        return Turns(1.0, 0.5, 0.5) if cut else Turns(1.0, 2.0, 2.0)
+
+    monkeypatch.setattr(search, "in_turns", in_turns)
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_slow_exact_plan_is_better_than_a_cut_that_loses(bounds, monkeypatch):
+    monkeypatch.setattr(for_budget, "USUAL_LOSS", 1e-9)
+    fit = chosen(sum(bounds) // 2)
+    assert fit.is_dense
+    assert fit.measured_slowdown == 2.0
+    assert "No cut was found that is faster and as good; max_slowdown= makes the time a limit." in fit.sentences()
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_fast_cut_that_loses_next_to_nothing_is_better_than_a_slow_exact_plan(bounds, monkeypatch):
+    monkeypatch.setattr(for_budget, "USUAL_LOSS", 10.0)
+    monkeypatch.setattr(for_budget, "USUAL_SHARE", 1e9)  # the network is untrained
+    fit = chosen(sum(bounds) // 2)
+    assert not fit.is_dense
+    assert any(said.startswith("Without any cut this budget costs x") for said in fit.sentences())
+
+
+def test_where_nothing_fits_within_the_wish_the_time_gives_way_and_not_the_run(bounds, monkeypatch):
+    monkeypatch.setattr(search, "in_turns", lambda *_, once: Turns(1.0, 3.0, 3.0))
+    budget = round(0.9 * bounds[1])
+    fit = chosen(budget)
+    assert not fit.is_dense
+    assert fit.peak_bytes <= budget
+    assert fit.measured_slowdown == 3.0
+    assert any(said.startswith("Without any cut no plan goes below") for said in fit.sentences())
+    with pytest.raises(InfeasibleBudgetError, match="within x1 of the dense step's time"):
+        chosen(budget, max_slowdown=1.0)
+
+
+def test_what_nothing_fits_is_refused_without_a_word_on_time():
+    with pytest.raises(InfeasibleBudgetError, match="No ranks and plan fit 100 B: the least peak found is") as error:
+        chosen(100)
+    assert "max_slowdown" not in str(error.value)
+
+
+@pytest.mark.usefixtures("clock")
+def test_no_candidate_is_refined_twice_however_often_the_walk_is_repeated(bounds, monkeypatch):
+    monkeypatch.setattr(for_budget, "USUAL_LOSS", 1e-9)
+    asked = []
+    refined = Bench.refined
+
+    def counted(bench, trial):
+        if not trial.refined:
+            asked.append(id(trial.layers))
+        return refined(bench, trial)
+
+    monkeypatch.setattr(Bench, "refined", counted)
+    monkeypatch.setattr(AllowedLoss, "excludes", lambda *_: False)
+    assert chosen(sum(bounds) // 2).is_dense
+    assert len(set(asked)) == len(asked) > 0

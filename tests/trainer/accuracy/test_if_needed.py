@@ -1,0 +1,236 @@
+"""A memory budget and no other argument: layers are cut only where no exact plan is good enough."""
+
+import math
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+
+from ctdr_lightning import CTDRCallback, plan, restore
+from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.decomposition import FactorizedLayer
+from ctdr_lightning.joint import for_budget, pricing, search
+from ctdr_lightning.joint.turns import Turns
+from ctdr_lightning.memory.plans.budget import Budget
+from tests import parts
+
+ROOM = "1GiB"
+
+
+@pytest.fixture(autouse=True)
+def short_thoughts(monkeypatch):
+    for module in (pricing, search):
+        monkeypatch.setattr(module, "PLANNING_S", 0.1)
+
+
+@pytest.fixture
+def plans_take(monkeypatch):
+    """Sets the time of the dense model's plans by the clock; factorized ones take half of the dense step."""
+
+    def take(slowdown):
+        def in_turns(dense, step, once):
+            cut = any(isinstance(layer, FactorizedLayer) for layer in step.model.modules())
+            return Turns(1.0, 0.5, 0.5) if cut else Turns(1.0, slowdown, slowdown)
+
+        monkeypatch.setattr(search, "in_turns", in_turns)
+        monkeypatch.setattr(search, "_PREDICTION_ERROR", 1e9)  # predictions come from this machine's clock
+
+    return take
+
+
+@pytest.fixture
+def harmless(monkeypatch):
+    """Any cut, of an untrained network too."""
+    monkeypatch.setattr(for_budget, "USUAL_LOSS", 10.0)
+    monkeypatch.setattr(for_budget, "USUAL_SHARE", 1e9)
+
+
+def callback(budget, **options):
+    return CTDRCallback(memory_budget=budget, **{"verbose": False, **options})
+
+
+def module():
+    return parts.blobs(width=32)
+
+
+def fit(chosen, made, **options):
+    torch.manual_seed(0)
+    return parts.fit(chosen, made, **{"max_epochs": 1, "limit_train_batches": 2, **options})
+
+
+def n_factorized(chosen):
+    return sum(isinstance(layer, FactorizedLayer) for layer in chosen.modules())
+
+
+@pytest.fixture(scope="module")
+def bounds():
+    """Peak of a batch without a plan, and the least of the dense model."""
+    made = callback(ROOM)
+    fit(module(), made)
+    return made.fit.dense_peak_bytes, plan(made.fit.plan.trace, Budget(seconds=math.inf)).peak_bytes
+
+
+def test_with_room_the_run_is_the_plain_run_to_the_bit():
+    plain, chosen, made = module(), module(), callback(ROOM)
+    fit(plain, CTDRCallback(rank=None, policy="keep", verbose=False))
+    fit(chosen, made)
+    assert made.fit.is_dense
+    assert made.fit.plan.keeps_all
+    assert parts.same(plain.state_dict(), chosen.state_dict())
+
+
+@pytest.mark.usefixtures("harmless")
+@pytest.mark.parametrize(("slowdown", "cut"), [(1.24, False), (3.0, True)])
+def test_a_harmless_cut_takes_the_place_of_an_exact_plan_of_over_a_quarter_more_time(bounds, plans_take, slowdown, cut):
+    plans_take(slowdown)
+    chosen, made = module(), callback(sum(bounds) // 2)
+    fit(chosen, made)
+    assert n_factorized(chosen) == len(made.fit.choices.factorized)
+    assert made.fit.is_dense is not cut
+    assert made.fit.measured_slowdown == (0.5 if cut else slowdown)
+    assert made.fit.options[0].resource == "dense"
+    assert sum(row.outcome == "chosen" for row in made.fit.options) == 1
+
+
+def test_an_untrained_network_is_not_cut_however_slow_the_exact_plan(bounds, plans_take):
+    plans_take(3.0)
+    made = callback(sum(bounds) // 2)
+    fit(module(), made)
+    assert made.fit.is_dense
+
+
+def test_layers_are_cut_where_no_exact_plan_fits(bounds):
+    budget = round(0.9 * bounds[1])
+    chosen, made = module(), callback(budget)
+    fit(chosen, made)
+    assert n_factorized(chosen) > 0
+    assert made.run.memory.session.plan.peak_bytes <= budget
+
+
+@pytest.mark.parametrize("n_batches", [1, 2, 4, 8])
+def test_a_chosen_budget_is_kept_with_accumulated_gradients(bounds, n_batches):
+    """Gradients stay for the next batches, so the dense model needs more, and the choice counts that."""
+    budget = round(0.9 * bounds[1])
+    made = callback(budget, over_budget="raise")
+    fit(module(), made, accumulate_grad_batches=n_batches, limit_train_batches=8, max_epochs=2)
+    memory = made.run.memory
+    assert made.fit.peak_bytes <= budget
+    assert max(memory.rest_peak_bytes, *(plan.peak_bytes for plan in memory.session.plans)) <= budget
+    assert made.run.steps.meters.measured.peak_bytes <= budget
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"policy": "sqrt"}, {"offload": "disk"}, {"sub_batches": 1}, {"data": None}, {"rank": None}],
+    ids=lambda options: next(iter(options)),
+)
+def test_beside_another_means_layers_stay_dense(options):
+    chosen, made = module(), callback(ROOM, **options)
+    fit(chosen, made)
+    assert made.fit is None
+    assert n_factorized(chosen) == 0
+    assert made.run.memory.session is not None
+
+
+def by_hand(chosen):
+    chosen.automatic_optimization = False
+
+    def training_step(batch):
+        optimizer = chosen.optimizers()
+        optimizer.zero_grad()
+        chosen.manual_backward(nn.functional.cross_entropy(chosen(batch[0]), batch[1]))
+        optimizer.step()
+
+    chosen.training_step = training_step
+
+
+def with_a_closure(chosen):
+    chosen.configure_optimizers = lambda: torch.optim.LBFGS(chosen.parameters(), max_iter=2)
+
+
+@pytest.mark.parametrize("verbose", [True, False])
+@pytest.mark.parametrize("change", [by_hand, with_a_closure])
+def test_where_no_choice_can_be_made_layers_stay_dense_and_training_goes_on(change, verbose, caplog):
+    chosen, made = module(), callback(ROOM, verbose=verbose)
+    change(chosen)
+    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
+        fit(chosen, made)
+    assert n_factorized(chosen) == 0
+    assert (
+        any(text.startswith("CTDR: all layers stay dense: a choice of ranks ") for text in caplog.messages) is verbose
+    )
+
+
+@pytest.mark.parametrize(
+    "options", [{"recovery": {"phases": [{"epochs": 1}]}}, {"max_loss": 0.1}, {"select": "net.*"}], ids=str
+)
+def test_where_an_argument_speaks_of_cuts_one_that_cannot_be_made_is_an_error(options):
+    chosen = module()
+    by_hand(chosen)
+    with pytest.raises(ConfigError, match="needs automatic optimization"):
+        fit(chosen, callback(ROOM, **options))
+
+
+def test_a_pattern_that_names_no_layer_is_an_error():
+    with pytest.raises(ConfigError, match="absent"):
+        fit(module(), callback(ROOM, select="absent.*"))
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_where_the_strategy_forbids_cuts_layers_stay_dense(start_method):
+    made, strategy = callback(ROOM), DDPStrategy(start_method=start_method)
+    trainer = parts.quiet_trainer(made, strategy=strategy, devices=2)
+    made.setup(trainer, module(), "fit")
+    assert not made.run.surgeon.decomposes
+
+
+def test_where_another_callback_forbids_cuts_layers_stay_dense(caplog):
+    plain, chosen, made = module(), module(), callback(ROOM, verbose=True)
+    torch.manual_seed(0)
+    parts.fit(plain, EMAWeightAveraging(), max_epochs=1, limit_train_batches=2)
+    torch.manual_seed(0)
+    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
+        parts.fit(chosen, EMAWeightAveraging(), made, max_epochs=1, limit_train_batches=2)
+    assert made.fit is None
+    assert any("stay dense: EMAWeightAveraging comes before" in text for text in caplog.messages)
+    assert parts.same(plain.state_dict(), chosen.state_dict())
+
+
+def test_recovery_without_a_cut_trains_the_plain_weights():
+    plain, chosen, made = module(), module(), callback(ROOM, recovery={"phases": [{"epochs": 1}]})
+    fit(plain, CTDRCallback(rank=None, policy="keep", verbose=False))
+    fit(chosen, made)
+    assert made.fit.is_dense
+    assert parts.same(dict(plain.named_parameters()), dict(chosen.named_parameters()))
+
+
+def test_a_checkpoint_of_a_run_without_a_cut_gives_its_callback_and_its_model_back(tmp_path):
+    whole, first, path = module(), module(), tmp_path / "one.ckpt"
+    fit(whole, callback(ROOM), max_epochs=2)
+    fit(first, callback(ROOM)).save_checkpoint(path)
+    for again in (CTDRCallback.from_checkpoint(path), callback(ROOM)):
+        resumed = module()
+        fit(resumed, again, max_epochs=2, ckpt_path=path)
+        assert parts.same(whole.state_dict(), resumed.state_dict())
+    fresh = CTDRCallback.from_checkpoint(path, memory_budget="2GiB")
+    fit(module(), fresh)
+    assert fresh.run.surgeon.choices.factorized == {}
+    assert parts.same(restore(module(), path).state_dict(), first.state_dict())
+
+
+def test_the_callback_without_arguments_has_nothing_to_do():
+    with pytest.raises(ConfigError, match="neither memory_budget nor rank is given") as error:
+        CTDRCallback()
+    assert error.value.hint == 'Write CTDRCallback(memory_budget="8GiB"), or CTDRCallback(rank=0.5).'
+
+
+def test_the_opening_shows_the_options_and_how_to_choose_another(caplog):
+    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
+        fit(module(), callback(ROOM, verbose=True))
+    opening = next(text for text in caplog.messages if "loss (nats)" in text)
+    assert max(map(len, opening.splitlines())) <= 100
+    assert any(line.startswith(">  dense") for line in opening.splitlines())
+    assert "rank=None keeps the dense model" in opening
+    assert "whole model" not in opening  # no table of layers where none was cut

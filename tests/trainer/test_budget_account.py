@@ -1,0 +1,101 @@
+"""What ``rank="auto"`` chooses for a budget the run accepts: both ask one account of a batch."""
+
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ctdr_lightning import CTDRCallback
+from ctdr_lightning.basics.errors import InfeasibleBudgetError
+from tests.parts import fit
+
+OPTIMIZERS = {
+    "adam, for each": partial(torch.optim.Adam, lr=1e-4, foreach=True),
+    "adam, fused": partial(torch.optim.Adam, lr=1e-4, fused=True),
+    "adam, one by one": partial(torch.optim.Adam, lr=1e-4, foreach=False),
+    "sgd": partial(torch.optim.SGD, lr=1e-3, momentum=0.9, foreach=True),
+}
+WAYS = {
+    "as it is": ({}, {}),
+    "in the backward": ({"optimizer_step": "in_backward"}, {}),
+    "gradients kept": ({"keep_gradients": True}, {}),
+    "no copies": ({"retry_on_oom": False}, {}),
+    "accumulated": ({}, {"accumulate_grad_batches": 2}),
+}
+SHARES = (0.6, 0.7, 0.8, 0.9, 1.0)
+
+
+class Net(LightningModule):
+    """A perceptron whose weights, gradients and state are most of what a batch takes."""
+
+    def __init__(self, optimizer):
+        super().__init__()
+        self.net = nn.Sequential(*[m for _ in range(3) for m in (nn.Linear(256, 256), nn.ReLU())], nn.Linear(256, 10))
+        self.made = optimizer
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return self.made(self.parameters())
+
+
+def data():
+    torch.manual_seed(1)
+    return DataLoader(TensorDataset(torch.randn(16, 256), torch.arange(16) % 10), batch_size=4)
+
+
+def dense_bytes(optimizer, callback, trainer):
+    """The peak of a batch of the dense net, as the run plans it."""
+    made = CTDRCallback(rank=None, memory_budget="1GiB", verbose=False, **callback)
+    torch.manual_seed(0)
+    fit(Net(OPTIMIZERS[optimizer]), made, data=(data(), None), max_epochs=1, limit_val_batches=0, **trainer)
+    return max(made.run.memory.session.plan.peak_bytes, made.run.memory.rest_peak_bytes)
+
+
+def check(optimizer, way, shares):
+    callback, trainer = WAYS[way]
+    whole = dense_bytes(optimizer, callback, trainer)
+    chosen = []
+    for share in shares:
+        budget = int(share * whole)
+        made = CTDRCallback(
+            rank="auto", memory_budget=budget, max_slowdown=100.0, over_budget="raise", verbose=False, **callback
+        )
+        torch.manual_seed(0)
+        try:
+            fit(Net(OPTIMIZERS[optimizer]), made, data=(data(), None), max_epochs=1, limit_val_batches=0, **trainer)
+        except InfeasibleBudgetError:
+            assert made.fit is None, f"{share}: chosen for {made.fit.peak_bytes} bytes of {budget}, and refused"
+            continue
+        peak_bytes = max(made.run.memory.session.plan.peak_bytes, made.run.memory.rest_peak_bytes)
+        assert peak_bytes <= budget
+        chosen.append(made.fit)
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "way"),
+    [("adam, for each", "as it is"), ("sgd", "gradients kept"), ("adam, one by one", "accumulated")],
+)
+def test_what_is_chosen_is_accepted(optimizer, way):
+    assert check(optimizer, way, (0.8,))
+
+
+def test_a_dense_net_is_chosen_where_it_fits():
+    (found,) = check("adam, for each", "as it is", (1.05,))
+    assert found.is_dense
+
+
+# In the backward torch refuses a fused step, parameter by parameter.
+PAIRS = [pair for pair in product(OPTIMIZERS, WAYS) if pair != ("adam, fused", "in the backward")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("optimizer", "way"), PAIRS)
+def test_what_is_chosen_is_accepted_at_every_budget(optimizer, way):
+    assert check(optimizer, way, SHARES)

@@ -1,0 +1,80 @@
+"""A GPU's allocator holds more than a step's tensors: plans leave room for it, and for CUDA's context."""
+
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from ctdr_lightning.basics.gpu_memory import read_budget
+from ctdr_lightning.basics.units import GIB, MIB
+from ctdr_lightning.memory import record
+from ctdr_lightning.trainer.options import CallbackOptions
+from ctdr_lightning.trainer.training_step.bytes_beside import BytesBeside
+from ctdr_lightning.trainer.training_step.memory_stage import MemoryStage
+from tests.virtual_cuda.card import Card
+
+CUDA = torch.device("cuda", 0)
+
+
+def test_what_the_allocator_holds_beside_the_known_is_counted_once():
+    net, beside = nn.Linear(1024, 1024, bias=False), BytesBeside(SimpleNamespace())
+    known = beside.static_bytes(net)
+    assert beside.unexplained_bytes(known + MIB // 2) == 0  # rounded blocks
+    assert beside.unexplained_bytes(known + 40 * MIB) == 40 * MIB
+    beside.held_bytes = 40 * MIB
+    assert beside.static_bytes(net) == known + 40 * MIB
+    assert beside.unexplained_bytes(known + 40 * MIB) == 0
+    assert beside.unexplained_bytes(known) == 0
+
+
+def test_it_counts_in_the_account_that_plans_are_made_for():
+    net, x = nn.Linear(64, 64), torch.randn(8, 64)
+    step, beside = record(lambda: net(x).sum()), BytesBeside(CallbackOptions(rank=None, memory_budget="1GiB"))
+    before = beside.account(step)
+    beside.held_bytes = 40 * MIB
+    held = beside.account(step)
+    assert held.standing.resident_bytes == before.standing.resident_bytes + 40 * MIB
+    assert held.rest_bytes == before.rest_bytes + 40 * MIB
+
+
+def test_a_step_is_planned_again_when_the_allocator_holds_more(monkeypatch):
+    card = Card().install(monkeypatch)
+    stage = MemoryStage(SimpleNamespace(places=None, policy="auto"))
+    stage.session, stage.planner.budget_bytes, sets = object(), GIB, []
+    monkeypatch.setattr(stage, "_set_static", sets.append)
+    card.allocate(8 * MIB)
+    stage._look_at_allocator(CUDA, 8 * MIB)  # the batch
+    stage._look_at_allocator(torch.device("cpu"), 0)
+    assert sets == []
+    card.allocate(64 * MIB)  # DDP's buckets
+    for _ in range(2):
+        stage._look_at_allocator(CUDA, 8 * MIB)
+    assert sets == [[]]
+    assert stage.beside.held_bytes == 64 * MIB
+
+
+def test_garbage_in_cycles_is_not_counted(monkeypatch):
+    card = Card().install(monkeypatch)
+    stage = MemoryStage(SimpleNamespace(places=None, policy="auto"))
+    stage.session, stage.planner.budget_bytes, sets = object(), GIB, []
+    monkeypatch.setattr(stage, "_set_static", sets.append)
+    card.allocate(64 * MIB)
+    cycle = nn.Module()
+    vars(cycle)["itself"] = cycle
+    weakref.finalize(cycle, card.free, 64 * MIB)
+    del cycle
+    stage._look_at_allocator(CUDA, 0)
+    assert sets == []
+    assert stage.beside.held_bytes == 0
+
+
+def test_a_budget_leaves_room_for_the_context(monkeypatch):
+    card = Card(total_bytes=16 * GIB, elsewhere_bytes=GIB).install(monkeypatch)
+    card.allocate(4 * GIB)  # the model is there already
+    for asked in ("16GiB", 1.0):
+        with pytest.warns(UserWarning, match="15.00 GiB for PyTorch"):
+            assert read_budget(asked, CUDA) == 15 * GIB
+    assert read_budget(0.5, CUDA) == 8 * GIB
+    assert read_budget("16GiB", torch.device("cpu")) == 16 * GIB
