@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ctdr_lightning.basics.errors import ConfigError
@@ -15,6 +16,11 @@ SHARES = (0.75, 0.5, 0.33, 0.25, 0.17, 0.125, 0.0625)
 RESOURCES = ("parameters", "seconds")
 # The first rung is tried in every way of judging errors, the others in the two that were best for the one before.
 _KEPT_STARTS = 2
+
+
+def between(above: float, below: float) -> float:
+    """The share between two others, in three digits."""
+    return round(math.sqrt(above * below), 3)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from ctdr_lightning.decomposition.choose.choices import Choices
 from ctdr_lightning.decomposition.trials.bench import Bench, Trial
 from ctdr_lightning.joint.allowance import Allowance
 from ctdr_lightning.joint.budget_fit import CLOCK_ERROR, Considered
-from ctdr_lightning.joint.ladders import DENSE, RESOURCES, SHARES, Ladders, Rung
+from ctdr_lightning.joint.ladders import DENSE, RESOURCES, SHARES, Ladders, Rung, between
 from ctdr_lightning.joint.priced_choice import Limits, PricedChoice
 from ctdr_lightning.joint.pricing import PLANNING_S, Pricer
 from ctdr_lightning.joint.turns import RealStep, in_turns
@@ -203,8 +203,7 @@ class JointSearch:
             if found is None:
                 return
             if found.may_be:
-                between = self._at(_between(above, share), resource)
-                for candidate in (between, found):
+                for candidate in (self._at(between(above, share), resource), found):
                     judged = self.judged(candidate) if candidate is not None and candidate.may_be else None
                     if judged is not None and judged.may_be:
                         yield judged
@@ -285,8 +284,8 @@ class JointSearch:
 
     def _allowed(self, resource: str) -> Iterator[PricedChoice]:
         """Candidates by rising share, from the smallest on whose loss may be allowed."""
-        rungs = sorted({*SHARES, *(_between(a, b) for a, b in pairwise((1.0, *SHARES)))})
-        for share in rungs[bisect_left(rungs, True, key=partial(self._may_be_allowed, resource)) :]:
+        shares = sorted({*SHARES, *(between(a, b) for a, b in pairwise((1.0, *SHARES)))})
+        for share in shares[bisect_left(shares, True, key=partial(self._may_be_allowed, resource)) :]:
             found = self._at(share, resource)
             if found is not None and found.may_be:
                 yield found
@@ -357,12 +356,16 @@ class JointSearch:
         """A candidate's plan of least peak within a time: its row may name a floor, which no plan reaches."""
         return plan(found.trace, Budget(None, seconds, PLANNING_S))
 
+    def _thriftiest_in_time(self) -> Plan | None:
+        found = self._least_in_time
+        return self._thriftiest(found, self._room_s(found.trace)) if found is not None else None
+
     def _remedy(self, least: Plan) -> str:
         """The time or memory that is enough, given a plan of least peak that may take long."""
         limit = self._limits.peak_bytes
         if limit is None:
             return f"Raise max_slowdown to {_allowing(self._slowdown(least.trace.seconds))}."
-        within = self._least_in_time and self._thriftiest(self._least_in_time, self._room_s(self._least_in_time.trace))
+        within = self._thriftiest_in_time() if math.isfinite(self._limits.slowdown) else least
         enough = format_roomy(within.peak_bytes) if within and within.peak_bytes > limit else None
         fitting = [row for row in self.considered.values() if row.seconds]
         if fitting:
@@ -383,10 +386,6 @@ def _lesser(held: PricedChoice | None, found: PricedChoice) -> PricedChoice:
 
 def _allowing(slowdown: float) -> str:
     return f"{slowdown + CLOCK_ERROR - 1:.2f}"
-
-
-def _between(above: float, below: float) -> float:
-    return round(math.sqrt(above * below), 3)
 
 
 def _while_falling(ladder: Iterator[PricedChoice]) -> Iterator[PricedChoice]:
