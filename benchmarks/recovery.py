@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.digits import RATE, augment, network, seed, train
 from benchmarks.harness import Benchmark, table
 from benchmarks.trained_nets import BATCH, digits
-from ctdr_lightning import CTDRCallback, Recovery
+from ctdr_lightning import CTDRCallback, Ranks, Recovery
 from ctdr_lightning.recovery import Distillation, Phase
 
 Way = tuple[list[int], int, Distillation | None]
@@ -136,7 +136,7 @@ def recover(dense: nn.Module, way: Way, rank: float, number: int, setting: Setti
     module = FineTuned(copy.deepcopy(dense), setting.rate, held, setting.falling * steps)
     callback = CTDRCallback(
         rank=rank,
-        method="tucker",
+        ranks=Ranks(method="tucker"),
         select=["net.*", "!net.0", "!net.17"],
         recovery=Recovery(cut_epochs=cut_epochs, phases=[Phase(1)], distill=distill),
         policy="keep",

@@ -25,13 +25,21 @@ from ctdr_lightning.memory import (
 
 __version__ = "0.1.0"
 
-_LAZY = {"CTDRCallback": "callback", "Recovery": "recovery", "load_from_checkpoint": "trainer.modules"}
+_LAZY = {
+    "CTDRCallback": "callback",
+    "Memory": "trainer.groups",
+    "Ranks": "trainer.groups",
+    "Recovery": "recovery",
+    "load_from_checkpoint": "trainer.modules",
+}
 __all__ = [
     "Budget",
     "BudgetFit",
     "CTDRCallback",
     "Choices",
+    "Memory",
     "Plan",
+    "Ranks",
     "Recovery",
     "Report",
     "Session",

@@ -8,12 +8,12 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from ctdr_lightning.decomposition import Choices
+from ctdr_lightning.basics.checks import from_mapping
 from ctdr_lightning.joint.budget_fit import BudgetFit
-from ctdr_lightning.joint.metric import MetricLike
 from ctdr_lightning.recovery import Recovery
 from ctdr_lightning.trainer.checkpoints import CompleteFileIO
 from ctdr_lightning.trainer.fit_run import FitRun
+from ctdr_lightning.trainer.groups import Memory, Ranks, changed
 from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.run_state import RunState
 
@@ -24,56 +24,22 @@ class CTDRCallback(Callback):
     """Decompose a model, run its steps under a memory budget, and win its accuracy back.
 
     Args:
+        memory_budget: Bytes a step may take: ``"8GiB"``, a number, or a fraction of the device's memory
+            (``0.8``, ``"80%"``).
         rank: Share of parameters that all layers together keep (float), a rank (int), ``"vbmf"``, ``"error=0.05"``,
             ``"energy=0.99"``, or a mapping from layer pattern to any of these, where a float is each layer's own share;
             ``"auto"`` chooses ranks and plan together for ``memory_budget``; ``"if_needed"`` does so only where the
             dense model under an exact plan does not fit the budget or takes over 1.25 of its own time, and decomposes
             nothing without a budget or beside ``policy``, ``offload`` and ``sub_batches``; None decomposes nothing.
-        method: Decomposition method, or ``"auto"``: for each layer the one of least error at equal parameters.
-        select: Patterns of the layers to take (``"features.*"``); ``!`` leaves out; None takes all.
-        memory_budget: Bytes a step may take: ``"8GiB"``, a number, or a fraction of the device's memory
-            (``0.8``, ``"80%"``).
+        select: Patterns of the layers to decompose (``"features.*"``); ``!`` leaves out; None takes all.
+        max_slowdown: Without a budget, and where ranks are chosen for one: how long a step may take, in steps of the
+            dense model. None is 1.0 (``"if_needed"``: 1.25), and with a budget a wish: it gives way before accuracy.
         policy: Name of the memory policy. Without a budget ``"auto"`` makes the peak as small as it can be in no more
             than the dense model's time, and ``"keep"`` plans nothing.
         recovery: True for the default schedule, a `Recovery`, its fields, or a YAML file; None for no recovery.
-        choices: A report's ``choices``, or their JSON or YAML file, in the place of ``rank``, ``method`` and
-            ``select``.
-        allocate: The resource that a float ``rank`` is a share of: ``"loss"`` (parameters, distributed by training
-            data), ``"parameters"``, ``"flops"``, ``"memory"`` or ``"seconds"``; None gives every layer its own share;
-            ``"auto"`` is ``"loss"`` where the data can be had when training is set up, else ``"parameters"``.
-        data: ``"train"``: a few training batches tell how much the loss minds each layer's error, and the factors are
-            refitted on them. They move no random state. None goes by the weights alone.
-        max_slowdown: Without a budget, and where ranks are chosen for one: how long a step may take, in steps of the
-            dense model. None is 1.0 (``"if_needed"``: 1.25), and with a budget a wish: it gives way before accuracy.
-        max_loss: With ``rank="auto"``: largest mean KL to the dense outputs; without a budget 0.005 nats.
-        retry_on_oom: Run a step that ran out of memory again, under a tighter plan and as if it had never failed; where
-            that cannot be, the error says why.
-        keep_gradients: Whether the gradients of one step may be read in the next one's forward. True keeps them and
-            counts their bytes; False frees them before the forward where the plan needs their bytes; None does so
-            unless the module's own code reads them.
-        over_budget: A step that cannot fit the budget is refused (``"raise"``), or run as small as it can be with one
-            warning (``"least"``); ``"auto"`` refuses the first kind of step and runs later ones, such as a longer
-            sequence in mid-epoch, and all kinds of a resumed run.
-        allow_untested: Accept a strategy that is not among the tested ones.
+        ranks: How ranks are chosen: `Ranks`, or a mapping to its fields.
+        memory: Further means to keep the budget, such as offloading: `Memory`, or a mapping to its fields.
         verbose: Print the decomposition and the plans.
-        offload: Places off the device for saved tensors: ``"host"``, ``"disk"``, or a list of these.
-        disk_folder: Folder of the disk's files; None takes the system's folder for temporary files.
-        codecs: Codecs that may compress saved tensors: ``"exact"`` allows all that leave every gradient unchanged, a
-            list of names allows these, None allows no codec; ``"auto"`` allows exact ones under a ``memory_budget``
-            with policy ``"auto"`` on a processor, if the budget can be met and they make steps faster than
-            recomputation alone.
-        optimizer_state: Where the optimizers' state waits between their steps: ``"host"`` (of a GPU), ``"disk"``,
-            ``"8bit"`` for the device in a quarter of its bytes (rounded), or None for the device.
-        optimizer_step: ``"in_backward"`` updates each parameter as its gradient is ready and frees the gradient, with
-            the same weights to the bit; None steps after the backward.
-        metric: Where given, ``max_loss`` is the largest drop of it from the dense model's: a metric of torchmetrics,
-            which is given the output and the target of training batches, or a function of the module and a batch that
-            returns a number, higher is better.
-        sub_batches: In how many parts each batch runs, one after the other, with the gradients of the whole up to
-            rounding: a number, ``"auto"`` for the fewest that fit ``memory_budget``, or None for the whole batch.
-        verify: Steps in which each dropped tensor that comes back is compared with the saved one: the ``"first"`` of
-            each kind and one in 500 after it, ``"always"`` or ``"never"``. A tensor that differs is held from then on,
-            and the step runs again; if it cannot, training stops with the reason.
 
     Attributes:
         options: The arguments.
@@ -89,37 +55,29 @@ class CTDRCallback(Callback):
 
     def __init__(
         self,
-        rank: RankValue | dict[str, RankValue] | None = "if_needed",
-        method: str = "auto",
-        select: str | list[str] | None = None,
         memory_budget: int | float | str | None = None,
+        rank: RankValue | dict[str, RankValue] | None = "if_needed",
+        *,
+        select: str | list[str] | None = None,
+        max_slowdown: float | None = None,
         policy: str = "auto",
         recovery: Recovery | dict[str, Any] | str | bool | None = None,
-        choices: Choices | dict[str, Any] | str | None = None,
-        allocate: str | None = "auto",
-        data: str | None = "train",
-        max_slowdown: float | None = None,
-        max_loss: float | None = None,
-        retry_on_oom: bool = True,
-        keep_gradients: bool | None = None,
-        over_budget: str = "auto",
-        allow_untested: bool = False,
+        ranks: Ranks | dict[str, Any] | None = None,
+        memory: Memory | dict[str, Any] | None = None,
         verbose: bool = True,
-        offload: str | list[str] | None = None,
-        disk_folder: str | Path | None = None,
-        codecs: str | list[str] | None = "auto",
-        optimizer_state: str | None = None,
-        optimizer_step: str | None = None,
-        metric: MetricLike | None = None,
-        sub_batches: int | str | None = None,
-        verify: str = "first",
     ) -> None:
         super().__init__()
         self.options = CallbackOptions(
-            rank, method, select, memory_budget, policy, Recovery.read(recovery), choices, allocate, data, max_slowdown,
-            max_loss, retry_on_oom, keep_gradients, over_budget, allow_untested, verbose, offload, disk_folder, codecs,
-            optimizer_state, optimizer_step, metric, sub_batches, verify,
-        )  # fmt: skip
+            **vars(from_mapping(Ranks, {} if ranks is None else ranks, "ranks")),
+            **vars(from_mapping(Memory, {} if memory is None else memory, "memory")),
+            memory_budget=memory_budget,
+            rank=rank,
+            select=select,
+            max_slowdown=max_slowdown,
+            policy=policy,
+            recovery=Recovery.read(recovery),
+            verbose=verbose,
+        )
         self.run = FitRun(self.options)
 
     @property
@@ -141,13 +99,14 @@ class CTDRCallback(Callback):
 
         Args:
             path: A Lightning checkpoint of a run with this callback.
-            changes: Arguments to be other than they were.
+            changes: Arguments to be other than they were; of ``ranks`` and ``memory`` a mapping changes single fields.
 
         Raises:
             CheckpointError: If the file cannot be read or was written without this callback.
         """
         state = RunState.of_checkpoint(CompleteFileIO().load_checkpoint(path), cls.__qualname__)
-        return cls(**{**CallbackOptions.arguments(state.options), "choices": state.surgery.choices, **changes})
+        followed = {"ranks": {"choices": state.surgery.choices}}
+        return cls(**changed(changed(CallbackOptions.arguments(state.options), followed), changes))
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -9,10 +9,11 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from ctdr_lightning import CTDRCallback, Recovery, merge, restore
+from ctdr_lightning import CTDRCallback, Memory, Ranks, Recovery, merge, restore
 from ctdr_lightning.basics.errors import CheckpointError, ConfigError
 from ctdr_lightning.decomposition import FactorizedLayer
 from ctdr_lightning.recovery import Phase
+from ctdr_lightning.trainer.groups import grouped
 from ctdr_lightning.trainer.options import CallbackOptions
 from tests import parts
 
@@ -41,7 +42,7 @@ def test_rank_none_leaves_the_model_alone():
 def test_a_run_under_a_memory_plan_is_bit_identical_to_a_plain_one(options):
     plain, planned = parts.blobs(), parts.blobs()
     parts.fit(plain, max_epochs=2)
-    callback = CTDRCallback(rank=None, verbose=False, **options)
+    callback = CTDRCallback(rank=None, verbose=False, **grouped(options))
     torch.manual_seed(0)
     parts.fit(parts.blobs(), max_epochs=0)
     planned = parts.blobs()
@@ -84,7 +85,7 @@ def test_what_is_logged(tmp_path):
 
 def run_with_checkpoints(folder, epochs, ckpt_path=None, **options):
     module = parts.blobs()
-    callback = CTDRCallback(**{"rank": 0.5, "policy": "sqrt", "verbose": False, **options})
+    callback = CTDRCallback(**grouped({"rank": 0.5, "policy": "sqrt", "verbose": False, **options}))
     saver = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)
     trainer = parts.fit(module, callback, saver, max_epochs=epochs, enable_checkpointing=True, ckpt_path=ckpt_path)
     return module, trainer
@@ -137,7 +138,7 @@ def test_restore_and_merge_after_training(tmp_path):
 )
 def test_a_bad_argument_is_named_when_the_callback_is_made(options, named):
     with pytest.raises(ConfigError, match=named) as caught:
-        CTDRCallback(**options)
+        CTDRCallback(**grouped(options))
     assert caught.value.hint
 
 
@@ -186,4 +187,31 @@ def test_from_checkpoint_follows_the_plan_that_was_saved(tmp_path):
 
 def test_the_options_and_the_callback_have_the_same_defaults():
     given = {name: item.default for name, item in inspect.signature(CTDRCallback).parameters.items()}
-    assert {f.name: f.default for f in fields(CallbackOptions)} == given
+    assert given.pop("ranks") is given.pop("memory") is None
+    own = {field.name for group in (Ranks, Memory) for field in fields(group)}
+    assert {f.name: f.default for f in fields(CallbackOptions) if f.name not in own} == given
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"memory": {"ofload": "disk"}}, "memory has the unknown entry 'ofload'"),
+        ({"memory": {"method": "svd"}}, "memory has the unknown entry 'method'"),
+        ({"ranks": ["svd"]}, r"ranks must hold entries, found \['svd'\]"),
+        ({"memory": Ranks()}, "memory must hold entries, found Ranks"),
+    ],
+)
+def test_a_group_is_its_class_or_a_mapping_to_its_fields(given, said):
+    with pytest.raises(ConfigError, match=said):
+        CTDRCallback("1GiB", **given)
+    one = CTDRCallback("1GiB", ranks=Ranks(method="svd"), memory=Memory(sub_batches=2))
+    assert one.options == CTDRCallback("1GiB", ranks={"method": "svd"}, memory={"sub_batches": 2}).options
+
+
+def test_from_checkpoint_changes_single_fields_of_a_group(tmp_path):
+    run_with_checkpoints(tmp_path, 1, rank=0.5, retry_on_oom=False, over_budget="least")
+    path = tmp_path / "epoch=0.ckpt"
+    field = CTDRCallback.from_checkpoint(path, memory={"over_budget": "raise"}, ranks={"allocate": None}).options
+    assert (field.over_budget, field.retry_on_oom, field.allocate) == ("raise", False, None)
+    assert field.choices is not None
+    assert CTDRCallback.from_checkpoint(path, memory=Memory()).options.retry_on_oom

@@ -15,11 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from ctdr_lightning import CTDRCallback, Recovery, decompose, restore
+from ctdr_lightning import CTDRCallback, Ranks, Recovery, decompose, restore
 from ctdr_lightning.basics import files
 from ctdr_lightning.basics.errors import CheckpointError, CTDRError
 from ctdr_lightning.recovery import Phase
 from ctdr_lightning.trainer.checkpoints import CompleteFileIO
+from ctdr_lightning.trainer.groups import grouped
 from tests import parts
 
 WORDS = st.sampled_from(
@@ -81,7 +82,7 @@ def test_any_schedule_file(content):
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     try:
         ends_well(lambda: Recovery.read(str(path)))
-        ends_well(lambda: CTDRCallback(choices=str(path)))
+        ends_well(lambda: CTDRCallback(ranks=Ranks(choices=str(path))))
     finally:
         path.unlink()
 
@@ -106,7 +107,7 @@ def test_any_argument(arguments):
     strategy = SimpleNamespace(is_global_zero=True, broadcast=lambda found: found)
 
     def use():
-        callback = CTDRCallback(**arguments)
+        callback = CTDRCallback(**grouped(arguments))
         callback.run.surgeon.decide(parts.Blobs(), strategy)
 
     ends_well(use)
@@ -222,7 +223,7 @@ def test_hostile_pickles_are_refused_and_not_run(tmp_path):
             lambda path=path: restore(parts.Blobs(), path),
             lambda path=path: CTDRCallback.from_checkpoint(path),
             lambda path=path: CompleteFileIO().load_checkpoint(path),
-            lambda path=path: CTDRCallback(choices=str(path)),
+            lambda path=path: CTDRCallback(ranks=Ranks(choices=str(path))),
             lambda path=path: parts.fit(
                 parts.blobs(), CTDRCallback(rank=0.5, policy="keep", verbose=False), ckpt_path=path
             ),

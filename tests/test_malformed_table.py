@@ -14,6 +14,7 @@ from ctdr_lightning.cli import main
 from ctdr_lightning.decomposition import Choices
 from ctdr_lightning.memory import Tape, record_fake
 from ctdr_lightning.recovery import Phase
+from ctdr_lightning.trainer.groups import grouped
 
 NAN, INF = float("nan"), float("inf")
 AMOUNTS = [
@@ -92,7 +93,7 @@ def cases(table):
 @pytest.mark.parametrize(("name", "value"), cases(CALLBACK))
 def test_arguments_of_the_callback(name, value):
     def use():
-        callback = CTDRCallback(**{"rank": 0.5, "policy": "keep", name: value})
+        callback = CTDRCallback(**grouped({"rank": 0.5, "policy": "keep", name: value}))
         if name in ("select", "choices", "rank", "method"):
             options = callback.options.decomposition() or {"choices": callback.options.read_choices()}
             decompose(net(), progress=False, **options)

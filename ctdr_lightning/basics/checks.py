@@ -50,6 +50,27 @@ def one_of(name: str, value: Any, choices: Sequence[str]) -> None:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, found {value!r}.", f"Write {choices[0]!r}.")
 
 
+def known(registry: Mapping[str, Any], name: str, value: Any) -> None:
+    """Require a name of a registry.
+
+    Raises:
+        ConfigError: If it is another name, or no text.
+    """
+    if not isinstance(value, str):
+        raise ConfigError(f"{name}={value!r} is not a name.", f"Valid names: {', '.join(registry)}.")
+    registry[value]
+
+
+def boolean(name: str, value: Any) -> None:
+    """Require True or False.
+
+    Raises:
+        ConfigError: If it is anything else.
+    """
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be True or False, got {value!r}.", "Write True or False.")
+
+
 def from_mapping(kind: type[T], value: Any, where: str) -> T:
     """Build a dataclass from a mapping; an instance is returned unchanged.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ctdr_lightning.basics.errors import CTDRError
-from ctdr_lightning.memory.account.advice import CALLBACK, Change
+from ctdr_lightning.memory.account.advice import MEMORY, Change
 from ctdr_lightning.memory.account.batch import BatchAccount
 from ctdr_lightning.memory.bounds.lower_bound import held_by_the_program
 from ctdr_lightning.memory.holders.places import Places
@@ -47,5 +47,5 @@ def place_that_fits(
                 made = plan(equipped.standing, int(_FILLED * limit_bytes), policy)
             except CTDRError:  # no plan fits, or the place cannot be used
                 continue
-            return Change(CALLBACK, argument, value, equipped, equipped.peak_bytes(made))
+            return Change(MEMORY, argument, value, equipped, equipped.peak_bytes(made))
     return None

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import yaml
 
 from ctdr_lightning.basics import files
-from ctdr_lightning.basics.checks import from_mapping, one_of, real, whole
+from ctdr_lightning.basics.checks import boolean, from_mapping, one_of, real, whole
 from ctdr_lightning.basics.errors import CheckpointError, ConfigError
 
 _NOTES = {
@@ -133,11 +133,7 @@ class Recovery:
         whole("recovery.batchnorm_batches", self.batchnorm_batches, least=0)
         one_of("recovery.mode", self.mode, ("max", "min"))
         real("recovery.tolerance", self.tolerance, least=0)
-        if not isinstance(self.stop_when_recovered, bool):
-            raise ConfigError(
-                f"recovery.stop_when_recovered must be true or false, found {self.stop_when_recovered!r}.",
-                "Write true or false.",
-            )
+        boolean("recovery.stop_when_recovered", self.stop_when_recovered)
         object.__setattr__(self, "phases", _items("phases", self.phases, Phase))
         if self.distill is not None:
             object.__setattr__(self, "distill", from_mapping(Distillation, self.distill, "recovery.distill"))

@@ -7,105 +7,56 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ctdr_lightning.basics.checks import real
+from ctdr_lightning.basics.checks import boolean, known, real
 from ctdr_lightning.basics.errors import CheckpointError, ConfigError
-from ctdr_lightning.basics.registry import Registry
 from ctdr_lightning.basics.units import parse_bytes, plain_number
-from ctdr_lightning.decomposition import METHODS, Choices
-from ctdr_lightning.decomposition.choose.allocate import RESOURCES
+from ctdr_lightning.decomposition import Choices
 from ctdr_lightning.decomposition.choose.rank import RankSpec
-from ctdr_lightning.joint.metric import check_metric, name_of
+from ctdr_lightning.joint.metric import name_of
 from ctdr_lightning.memory import POLICIES
-from ctdr_lightning.memory.holders import HOLDERS
 from ctdr_lightning.memory.holders.places import Places
-from ctdr_lightning.memory.tape.verifier import check_verify
 from ctdr_lightning.recovery.schedule import Recovery, read_yaml
+from ctdr_lightning.trainer.groups import Memory, Ranks, grouped
 
-OVER_BUDGET = ("auto", "raise", "least")
-IN_8_BITS = "8bit"
 AUTO, IF_NEEDED = "auto", "if_needed"
 
 
-@dataclass(frozen=True)
-class CallbackOptions:
-    """The user's arguments; `CTDRCallback` documents each field.
+@dataclass(frozen=True, kw_only=True)
+class CallbackOptions(Ranks, Memory):
+    """The user's arguments, those of the groups beside the others; `CTDRCallback` documents each field.
 
     Raises:
         ConfigError: If an argument cannot be used.
     """
 
-    rank: Any = IF_NEEDED
-    method: str = "auto"
-    select: Any = None
     memory_budget: int | float | str | None = None
+    rank: Any = IF_NEEDED
+    select: Any = None
+    max_slowdown: float | None = None
     policy: str = "auto"
     recovery: Recovery | None = None
-    choices: Any = None
-    allocate: str | None = "auto"
-    data: str | None = "train"
-    max_slowdown: float | None = None
-    max_loss: float | None = None
-    retry_on_oom: bool = True
-    keep_gradients: bool | None = None
-    over_budget: str = "auto"
-    allow_untested: bool = False
     verbose: bool = True
-    offload: Any = None
-    disk_folder: Any = None
-    codecs: Any = "auto"
-    optimizer_state: str | None = None
-    optimizer_step: str | None = None
-    metric: Any = None
-    sub_batches: int | str | None = None
-    verify: str = "first"
 
     def __post_init__(self) -> None:
-        self._check_decomposition()
-        self._check_allocation()
+        Ranks.__post_init__(self)
+        Memory.__post_init__(self)
+        self._check_rank()
         if self.max_slowdown is not None:
             real("max_slowdown", self.max_slowdown, above=0)
-        if self.max_loss is not None:
-            real("max_loss", self.max_loss, least=0)
-        _known(POLICIES, "policy", self.policy)
+        known(POLICIES, "policy", self.policy)
         if self.memory_budget is not None:
             object.__setattr__(self, "memory_budget", plain_number(self.memory_budget))  # a checkpoint holds it
             parse_bytes(self.memory_budget, total_bytes=1 << 62)
         self.places()
-        if self.optimizer_state not in (None, IN_8_BITS):
-            _known(HOLDERS, "optimizer_state", self.optimizer_state)
-        self._check_optimizer_step()
+        boolean("verbose", self.verbose)
+        self._check_choice_of_ranks()
         self._check_sub_batches()
-        check_verify(self.verify)
-        for name in ("retry_on_oom", "allow_untested", "verbose"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.", "Write True or False.")
-        if self.keep_gradients is not None and not isinstance(self.keep_gradients, bool):
-            raise ConfigError(
-                f"keep_gradients must be True, False or None, got {self.keep_gradients!r}.", "Write one of them."
-            )
-        if self.over_budget not in OVER_BUDGET:
-            raise ConfigError(f"over_budget={self.over_budget!r} is not known.", f"Valid: {', '.join(OVER_BUDGET)}.")
         self._check_work()
-
-    def _check_optimizer_step(self) -> None:
-        if self.optimizer_step not in ("in_backward", None):
-            raise ConfigError(
-                f"optimizer_step={self.optimizer_step!r} is not known.",
-                'Write "in_backward", or None to step after the backward.',
-            )
-        if self.optimizer_step is not None and self.optimizer_state is not None:
-            raise ConfigError(
-                f"optimizer_step={self.optimizer_step!r} and optimizer_state={self.optimizer_state!r} are given: state "
-                "that waits elsewhere is brought back a chunk of parameters at a time, after the backward.",
-                "Leave one of the two out.",
-            )
 
     def _check_sub_batches(self) -> None:
         asked = self.sub_batches
         if asked is None:
             return
-        if asked != "auto" and (isinstance(asked, bool) or not isinstance(asked, int) or asked < 1):
-            raise ConfigError(f"sub_batches={asked!r} is not a number of sub-batches.", 'Write 4, "auto" or None.')
         if asked == "auto" and self.memory_budget is None:
             raise ConfigError('sub_batches="auto" needs a budget to fit.', "Give memory_budget, or a number.")
         reason = self.cuts_hindrance(asked)
@@ -140,11 +91,7 @@ class CallbackOptions:
                 'Write CTDRCallback(memory_budget="8GiB"), or CTDRCallback(rank=0.5).',
             )
 
-    def _check_decomposition(self) -> None:
-        methods = self.method if isinstance(self.method, list | tuple) else [self.method]
-        for method in methods:
-            if method != "auto":
-                _known(METHODS, "method", method)
+    def _check_rank(self) -> None:
         if self.rank in (None, AUTO, IF_NEEDED):
             return
         ranks = self.rank if isinstance(self.rank, Mapping) else {"": self.rank}
@@ -153,20 +100,13 @@ class CallbackOptions:
                 raise ConfigError(f"rank={rank!r} is not a rank.", 'Write 0.5, 16, "vbmf" or a mapping to these.')
             RankSpec.parse(rank, f"rank[{pattern!r}]" if pattern else "rank")
 
-    def _check_allocation(self) -> None:
-        if self.data not in ("train", None):
-            raise ConfigError(f"data={self.data!r} is not known.", 'Write "train", or None to go by the weights alone.')
-        if self.allocate not in ("auto", "loss", None):
-            _known(RESOURCES, "allocate", self.allocate)
+    def _check_choice_of_ranks(self) -> None:
         if self.rank == AUTO and self.data is None:
             raise ConfigError('rank="auto" needs data.', 'Write data="train", or a share such as rank=0.5.')
         if self.max_loss is not None and not self.fits_budget:
             raise ConfigError(f"max_loss={self.max_loss} bounds the choice of ranks.", 'Write rank="auto" beside it.')
         if self.metric is not None and not self.fits_budget:
             raise ConfigError("metric only defines max_loss in the choice of ranks.", 'Write rank="auto" beside it.')
-        check_metric(self.metric, self.max_loss)
-        if self.allocate == "loss" and self.data is None:
-            raise ConfigError('allocate="loss" needs data.', 'Write data="train", or allocate="parameters".')
 
     def places(self) -> Places:
         """Places and codecs for saved tensors.
@@ -253,13 +193,7 @@ class CallbackOptions:
                 "Write CTDRCallback(...) out, as in the run that saved it.",
             )
         lost = {"metric", "max_loss"} if plain.get("metric") is not None else set()  # its name is no metric
-        return {name: value for name, value in plain.items() if name not in lost}
-
-
-def _known(registry: Registry[Any], argument: str, name: Any) -> None:
-    if not isinstance(name, str):
-        raise ConfigError(f"{argument}={name!r} is not a name.", f"Valid names: {', '.join(registry)}.")
-    registry[name]
+        return grouped({name: value for name, value in plain.items() if name not in lost})
 
 
 def _plain(value: Any) -> Any:

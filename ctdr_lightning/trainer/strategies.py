@@ -65,7 +65,7 @@ def check_strategy(strategy: Any, *, cuts: bool, changes: bool, allow_untested: 
     if not allow_untested:
         raise ConfigError(
             f"strategy {names[0]} is not supported: {reason}.",
-            "Use a single device, ddp, or ModelParallelStrategy; CTDRCallback(allow_untested=True) tries it anyway.",
+            "Use a single device, ddp, or ModelParallelStrategy; memory=Memory(allow_untested=True) tries it anyway.",
         )
     rank_zero_warn(f"CTDR is not tested with {names[0]}: {reason}. You asked for it by allow_untested=True.")
     return None

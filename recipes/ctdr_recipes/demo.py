@@ -111,7 +111,7 @@ def run(effort: Effort, data: DigitsData) -> dict[str, Row]:
         else:
             model, epochs = _classifier(deepcopy(models["dense"].net), lr=1e-3), effort.fine_epochs
             recovery = Recovery(phases=[Phase(epochs=epochs)])
-            callbacks = [CTDRCallback(RANKS[name], recovery=recovery, **memory_options)]
+            callbacks = [CTDRCallback(rank=RANKS[name], recovery=recovery, **memory_options)]
         accuracies[name] = _train(model, data, callbacks, epochs)
         models[name] = model
     times, memory = _measure(models, data, effort)

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from ctdr_lightning import CTDRCallback
+from ctdr_lightning import CTDRCallback, Memory
 from ctdr_lightning.basics.errors import InfeasibleBudgetError, ReplayError
 from ctdr_lightning.memory import Budget, Plan, Recorder, Session, Tape, Trace, plan
 from ctdr_lightning.memory.codecs import CODECS
@@ -26,6 +26,7 @@ from ctdr_lightning.memory.traces.trace import WRITTEN_UNSEEN
 from ctdr_lightning.memory.values import replay
 from ctdr_lightning.memory.values.op_traits import UNPROVEN, traits
 from ctdr_lightning.memory.values.op_trial import OpTrial
+from ctdr_lightning.trainer.groups import grouped
 from ctdr_lightning.trainer.reports.event_words import words_of
 from tests.memory.harness import Bench, everything_dropped, planned, random_actions
 from tests.memory.holders.doubles import late_holders
@@ -227,7 +228,7 @@ def trained_within(make, **options):
     """The same under the least budget that the shortest line takes."""
     budget = 1
     for _ in range(5):
-        callback = CTDRCallback(rank=None, memory_budget=budget, verbose=False, **options)
+        callback = CTDRCallback(rank=None, memory_budget=budget, verbose=False, **grouped(options))
         try:
             return trained(make, callback), callback
         except InfeasibleBudgetError as error:
@@ -295,7 +296,7 @@ def later(*callbacks):
 
 def test_a_reader_that_a_later_step_brings_is_given_the_contents():
     want = later()
-    callback = CTDRCallback(rank=None, policy="gist", codecs=["sign"], verbose=False)
+    callback = CTDRCallback(rank=None, policy="gist", memory=Memory(codecs=["sign"]), verbose=False)
     with pytest.warns(UserWarning, match="keeps as its signs"):
         found = later(callback)
     assert all(map(torch.equal, want, found))
@@ -358,7 +359,7 @@ def test_a_detector_that_is_missing_is_missed(detector, monkeypatch, tmp_path):
 
 def test_a_later_reader_that_is_not_asked_is_given_signs(monkeypatch):
     _no_reader_is_asked_later(monkeypatch)
-    found = later(CTDRCallback(rank=None, policy="gist", codecs=["sign"], verbose=False))
+    found = later(CTDRCallback(rank=None, policy="gist", memory=Memory(codecs=["sign"]), verbose=False))
     assert not all(map(torch.equal, later(), found))
 
 

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ctdr_lightning import CTDRCallback
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
+from ctdr_lightning.trainer.groups import grouped
 from tests.parts import fit
 
 OPTIMIZERS = {
@@ -51,7 +52,7 @@ def data():
 
 def dense_bytes(optimizer, callback, trainer):
     """The peak of a batch of the dense net, as the run plans it."""
-    made = CTDRCallback(rank=None, memory_budget="1GiB", verbose=False, **callback)
+    made = CTDRCallback(rank=None, memory_budget="1GiB", verbose=False, **grouped(callback))
     torch.manual_seed(0)
     fit(Net(OPTIMIZERS[optimizer]), made, data=(data(), None), max_epochs=1, limit_val_batches=0, **trainer)
     return max(made.run.memory.session.plan.peak_bytes, made.run.memory.rest_peak_bytes)
@@ -64,7 +65,11 @@ def check(optimizer, way, shares):
     for share in shares:
         budget = int(share * whole)
         made = CTDRCallback(
-            rank="auto", memory_budget=budget, max_slowdown=100.0, over_budget="raise", verbose=False, **callback
+            rank="auto",
+            memory_budget=budget,
+            max_slowdown=100.0,
+            verbose=False,
+            **grouped({"over_budget": "raise", **callback}),
         )
         torch.manual_seed(0)
         try:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks.nets import Attention
-from ctdr_lightning import CTDRCallback
+from ctdr_lightning import CTDRCallback, Memory, Ranks
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.units import parse_bytes
 from ctdr_lightning.cli import main
@@ -108,7 +108,7 @@ class Wide(parts.Blobs):
 def test_the_callback_with_the_optimizers_state_counted(optimizer, batch_size):
     def run(budget):
         parts.seed_everything(0, verbose=False)
-        callback = CTDRCallback(rank=None, memory_budget=budget, over_budget="raise", verbose=False)
+        callback = CTDRCallback(rank=None, memory_budget=budget, memory=Memory(over_budget="raise"), verbose=False)
         parts.fit(Wide(optimizer), callback, data=parts.loaders(batch_size), max_epochs=1)
         return callback
 
@@ -128,7 +128,12 @@ def test_the_callback_in_the_middle_of_an_epoch(rank):
         parts.seed_everything(0, verbose=False)
         batches = [parts.images(size, seed=size).tensors for size in sizes]
         callback = CTDRCallback(
-            rank=rank, data=None, policy="auto", memory_budget=budget, over_budget="raise", verbose=False
+            rank=rank,
+            ranks=Ranks(data=None),
+            policy="auto",
+            memory_budget=budget,
+            memory=Memory(over_budget="raise"),
+            verbose=False,
         )
         loader = torch.utils.data.DataLoader(batches, batch_size=None)
         parts.fit(parts.Blobs(width=16), callback, data=(loader, None), max_epochs=2)
@@ -180,7 +185,9 @@ def test_rank_auto(monkeypatch, budget):
         monkeypatch.setattr(module, "PLANNING_S", 0.1)
 
     def run(asked):
-        callback = CTDRCallback(rank="auto", memory_budget=asked, max_slowdown=50.0, over_budget="raise", verbose=False)
+        callback = CTDRCallback(
+            rank="auto", memory_budget=asked, max_slowdown=50.0, memory=Memory(over_budget="raise"), verbose=False
+        )
         parts.fit(parts.blobs(width=32), callback, max_epochs=1)
         return callback
 

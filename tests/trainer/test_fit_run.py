@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from ctdr_lightning import CTDRCallback, Recovery
+from ctdr_lightning import CTDRCallback, Memory, Recovery
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.trainer.fit_run import FitRun
 from ctdr_lightning.trainer.options import CallbackOptions
@@ -48,7 +48,7 @@ def test_the_module_is_left_as_it_was(fails):
             if fails:
                 raise RuntimeError("of the user's")
 
-    callback = CTDRCallback(rank=None, memory_budget="1GiB", verbose=False, sub_batches=None)
+    callback = CTDRCallback(rank=None, memory_budget="1GiB", verbose=False, memory=Memory(sub_batches=None))
     with pytest.raises(RuntimeError, match="of the user's") if fails else nullcontext():
         parts.fit(module, callback, Fails(), max_epochs=1)
     assert "training_step" not in vars(module)

@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import nn
 
-from ctdr_lightning import CTDRCallback, Recovery, decompose
+from ctdr_lightning import CTDRCallback, Ranks, Recovery, decompose
 from ctdr_lightning.recovery import Phase
 from ctdr_lightning.trainer.accuracy.coach import Coach
 from ctdr_lightning.trainer.fit_run import FitRun
@@ -36,7 +36,7 @@ class SavesOnException(Callback):
 
 def ours(recovery):
     # data=None: a cut that a resumed run makes up for has the weights' factors alone; the one in setup is refitted
-    return CTDRCallback(rank=0.5, policy="keep", data=None, recovery=recovery, verbose=False)
+    return CTDRCallback(rank=0.5, policy="keep", ranks=Ranks(data=None), recovery=recovery, verbose=False)
 
 
 def check_whole(callback, module, trainer):

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from ctdr_lightning import CTDRCallback, Recovery
+from ctdr_lightning import CTDRCallback, Ranks, Recovery
 from ctdr_lightning.basics import files
 from ctdr_lightning.recovery import Distillation, Phase
 from ctdr_lightning.trainer.accuracy import batchnorm_pass as estimator
@@ -112,7 +112,7 @@ def train(folder, schedule, arrange=None, killers=(), saving=None):
     if arrange is not None:
         arrange()
     distributed = "LOCAL_RANK" in os.environ
-    ours = CTDRCallback(rank=0.5, allocate=None, policy="sqrt", recovery=schedule, verbose=False)
+    ours = CTDRCallback(rank=0.5, ranks=Ranks(allocate=None), policy="sqrt", recovery=schedule, verbose=False)
     saver = ModelCheckpoint(folder, filename="{epoch}", save_last=True, **(saving or {}))
     module = parts.blobs()
     last = folder / "last.ckpt"

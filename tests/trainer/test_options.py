@@ -2,6 +2,7 @@
 
 import pytest
 
+from ctdr_lightning import CTDRCallback
 from ctdr_lightning.basics.errors import CheckpointError, ConfigError
 from ctdr_lightning.trainer.options import CallbackOptions
 
@@ -76,7 +77,7 @@ def test_sub_batches_may_be_advised_unless_ranks_are_chosen_for_the_whole_batch(
 
 def test_arguments_come_back_from_primitives():
     given = CallbackOptions(rank={"net.*": 0.25}, memory_budget="8GiB", offload=("host",), sub_batches=2, verbose=False)
-    again = CallbackOptions(**CallbackOptions.arguments(given.to_dict()))
+    again = CTDRCallback(**CallbackOptions.arguments(given.to_dict())).options
     assert again.to_dict() == given.to_dict()
     with pytest.raises(CheckpointError, match="damaged"):
         CallbackOptions.arguments({"another": 1})

@@ -13,6 +13,7 @@ from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.units import parse_bytes
 from ctdr_lightning.cli import main
 from ctdr_lightning.memory import plan, record_fake
+from ctdr_lightning.trainer.groups import grouped
 from tests import parts
 
 ASKED = re.compile(r"CTDRCallback\(\.\.\., (\w+)='(\w+)'\), with which it takes ([\d.]+ \w+)")
@@ -61,7 +62,9 @@ def fit(made, budget, *callbacks, **options):
     module, batch_size = made
     torch.manual_seed(0)
     trained = {name: options.pop(name) for name in list(options) if name == "gradient_clip_val"}
-    callback = CTDRCallback(**{"rank": None, "memory_budget": budget, "verbose": False, "data": None, **options})
+    callback = CTDRCallback(
+        **grouped({"rank": None, "memory_budget": budget, "verbose": False, "data": None, **options})
+    )
     width = next(module.parameters()).shape[1]
     data = DataLoader(TensorDataset(torch.randn(3 * batch_size, width)), batch_size), None
     parts.fit(module, callback, *callbacks, data=data, max_epochs=1, **trained)

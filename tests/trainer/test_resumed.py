@@ -8,10 +8,11 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import ctdr_lightning
-from ctdr_lightning import CTDRCallback, Recovery, restore
+from ctdr_lightning import CTDRCallback, Ranks, Recovery, restore
 from ctdr_lightning.basics.errors import CheckpointError, ConfigError
 from ctdr_lightning.recovery import Phase
 from ctdr_lightning.trainer.checkpoints import CompleteFileIO
+from ctdr_lightning.trainer.groups import grouped
 from tests import parts
 
 
@@ -27,7 +28,7 @@ def checkpoint(tmp_path_factory):
 
 def resume(path, capfd=None, **arguments):
     """Resume; returns what was warned and printed."""
-    callback = CTDRCallback(policy="keep", **arguments)
+    callback = CTDRCallback(policy="keep", **grouped(arguments))
     module = parts.blobs()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -56,7 +57,7 @@ def test_a_resumed_run_with_the_same_arguments_ignores_nothing(checkpoint):
 
 def test_a_fresh_runs_table_is_of_its_own_cut(caplog):
     with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
-        parts.fit(parts.blobs(), CTDRCallback(rank=0.5, policy="keep", data=None), max_epochs=1)
+        parts.fit(parts.blobs(), CTDRCallback(rank=0.5, policy="keep", ranks=Ranks(data=None)), max_epochs=1)
     (table,) = [record.message for record in caplog.records if record.message.startswith("CTDR:\nlayer")]
     assert re.search(r"0\.\d{3}  least found", table), "with the errors that the cut had"
     assert "memory" not in table.splitlines()[1], "no column without entries"

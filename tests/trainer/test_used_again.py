@@ -10,10 +10,11 @@ import weakref
 import pytest
 from lightning.pytorch import Callback
 
-from ctdr_lightning import CTDRCallback, Recovery, decompose, merge
+from ctdr_lightning import CTDRCallback, Ranks, Recovery, decompose, merge
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.decomposition.layers.surgery import walk
 from ctdr_lightning.recovery import Distillation, Phase
+from ctdr_lightning.trainer.groups import grouped
 from ctdr_lightning.trainer.structure import factorized_names
 from tests import parts
 
@@ -30,7 +31,7 @@ KINDS = {
 
 
 def ours(kind):
-    return CTDRCallback(**{"rank": 0.5, "verbose": False, **KINDS[kind]})
+    return CTDRCallback(**grouped({"rank": 0.5, "verbose": False, **KINDS[kind]}))
 
 
 def trained(callback, seed=0):
@@ -148,7 +149,7 @@ SERVED = {
 def test_a_new_callback_serves_a_model_that_is_cut_already(tmp_path, kind, stopped_at):
     module = cut_model(stopped_at)
     layers, n_before = layers_of(module), sum(p.numel() for p in parts.blobs().parameters())
-    callback = CTDRCallback(verbose=False, **SERVED[kind])
+    callback = CTDRCallback(verbose=False, **grouped(SERVED[kind]))
     with pytest.warns(UserWarning, match=r"layers are cut already .*ctdr_lightning\.merge\(model\)") as caught:
         trainer = parts.fit(module, callback, max_epochs=2)
     said = next(str(w.message) for w in caught if "cut already" in str(w.message))
@@ -160,7 +161,9 @@ def test_a_new_callback_serves_a_model_that_is_cut_already(tmp_path, kind, stopp
         assert callback.run.coach.progress.estimated_epoch == 1, "recovery runs"
     trainer.save_checkpoint(tmp_path / "end.ckpt")
     again = parts.blobs()
-    parts.fit(again, CTDRCallback(verbose=False, **SERVED[kind]), max_epochs=3, ckpt_path=tmp_path / "end.ckpt")
+    parts.fit(
+        again, CTDRCallback(verbose=False, **grouped(SERVED[kind])), max_epochs=3, ckpt_path=tmp_path / "end.ckpt"
+    )
     assert layers_of(again) == layers
 
 
@@ -185,7 +188,7 @@ def test_the_layers_of_its_own_choices_are_served_as_well():
     module = trained(first)
     choices, layers = first.run.surgeon.choices, layers_of(module)
     with pytest.warns(UserWarning, match="cut already"):
-        parts.fit(module, CTDRCallback(choices=choices, policy="keep", verbose=False), max_epochs=1)
+        parts.fit(module, CTDRCallback(ranks=Ranks(choices=choices), policy="keep", verbose=False), max_epochs=1)
     assert layers_of(module) == layers
 
 

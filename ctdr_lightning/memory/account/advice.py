@@ -9,7 +9,7 @@ from typing import Any
 from ctdr_lightning.basics.units import format_bytes
 from ctdr_lightning.memory.account.batch import BatchAccount
 
-CALLBACK = "CTDRCallback"
+MEMORY = "memory=Memory"  # the group of the callback's arguments
 
 
 @dataclass(frozen=True, slots=True)

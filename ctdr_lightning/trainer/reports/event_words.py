@@ -36,7 +36,7 @@ def _words_of_batches(event: of_steps.Event) -> str:
         case of_batches.GradientsFreed(n_bytes):
             return (
                 f"The gradients of the last step ({format_bytes(n_bytes)}) are freed before the forward, as the plan "
-                "needs their bytes; keep_gradients=True keeps them."
+                "needs their bytes; memory=Memory(keep_gradients=True) keeps them."
             )
         case of_batches.RestGrew(n_bytes):
             return f"After the backward a batch takes {format_bytes(n_bytes)} more for a while."

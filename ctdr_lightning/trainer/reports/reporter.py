@@ -30,7 +30,7 @@ from ctdr_lightning.trainer.training_step.pipeline import StepRunner
 
 _OTHERS = (
     'Others: rank=None keeps the dense model; rank="auto" looks for a harmless cut that is no slower; a share such as '
-    "rank=0.5 cuts to it; max_slowdown= limits the time, max_loss= the loss."
+    "rank=0.5 cuts to it; max_slowdown= limits the time, ranks=Ranks(max_loss=...) the loss."
 )
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.units import format_bytes, format_roomy
-from ctdr_lightning.memory.account.advice import CALLBACK, Change, nearest
+from ctdr_lightning.memory.account.advice import MEMORY, Change, nearest
 from ctdr_lightning.memory.account.batch import BatchAccount
 from ctdr_lightning.memory.account.fit import least_peak_bytes, planned_peak_bytes
 from ctdr_lightning.memory.account.optimizer import OptimizerBytes
@@ -87,7 +87,7 @@ class Adviser:
     def _state_elsewhere(self, least_bytes: int) -> Iterator[Change]:
         away = elsewhere(self.trainer.optimizers) if self.options.optimizer_step is None else None
         if away is not None:
-            yield self._with(CALLBACK, "optimizer_state", *away, least_bytes)
+            yield self._with(MEMORY, "optimizer_state", *away, least_bytes)
 
     def _with(self, owner: str, argument: str, value: Any, found: OptimizerBytes, least_bytes: int) -> Change:
         """Another optimizer beside the same plan."""
@@ -107,7 +107,7 @@ class Adviser:
         if found is not None:
             account = self.account.stepping_inside(sizes, found)
             peak_bytes = planned_peak_bytes(account, self.budget_bytes, options.policy)
-            yield Change(CALLBACK, "optimizer_step", "in_backward", account, peak_bytes)
+            yield Change(MEMORY, "optimizer_step", "in_backward", account, peak_bytes)
 
     def _lower_rank(self, least_bytes: int) -> str:
         """The share of the weights that would fit, in words; empty where fewer weights are not enough."""

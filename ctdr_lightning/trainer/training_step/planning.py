@@ -168,5 +168,5 @@ class BatchPlanner:
             self._warned = True
             rank_zero_warn(
                 f"CTDR: {error.problem} Such steps run with the smallest plan found. This warning is shown once. "
-                'CTDRCallback(over_budget="raise") ends the run instead.'
+                'memory=Memory(over_budget="raise") ends the run instead.'
             )

@@ -167,7 +167,7 @@ def _run(task: Task, data: Splits, seed: int) -> tuple[float, float, float, int,
     dense = _fit(module, data, task.epochs)
     module.lr = task.lr / 3
     recovery = Recovery(phases=[Phase(epochs=task.fine_epochs)], monitor="val/acc", mode="max", reference="measure")
-    callback = CTDRCallback(task.rank, recovery=recovery, verbose=False)
+    callback = CTDRCallback(rank=task.rank, recovery=recovery, verbose=False)
     tuned = _fit(module, data, task.fine_epochs, callback)
     assert callback.run.coach is not None
     raw = callback.run.coach.progress.raw

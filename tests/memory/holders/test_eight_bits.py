@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from ctdr_lightning import CTDRCallback
+from ctdr_lightning import CTDRCallback, Memory, Ranks
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.memory.holders import eight_bits
 from ctdr_lightning.memory.holders.eight_bits import EightBits, eight_bit_bytes
@@ -117,14 +117,14 @@ def test_a_resumed_run_is_near_the_undisturbed_one(library, tmp_path):
     """A block whose largest element is negative is rounded once more when a checkpoint is read."""
 
     def run(folder, **options):
-        callback = CTDRCallback(rank=None, verbose=False, retry_on_oom=False, optimizer_state="8bit")
+        callback = CTDRCallback(rank=None, verbose=False, memory=Memory(retry_on_oom=False, optimizer_state="8bit"))
         return fit(callback, tmp_path / folder, **options)[0]
 
     whole = run("whole")
     run("half", max_epochs=1)
     resumed = Wide()
     torch.manual_seed(2)
-    callback = CTDRCallback(rank=None, verbose=False, retry_on_oom=False, optimizer_state="8bit")
+    callback = CTDRCallback(rank=None, verbose=False, memory=Memory(retry_on_oom=False, optimizer_state="8bit"))
     parts.quiet_trainer(callback, max_epochs=2).fit(resumed, data(), ckpt_path=tmp_path / "half" / "last.ckpt")
     start = Wide()
     for a, b, c in zip(whole.parameters(), resumed.parameters(), start.parameters(), strict=True):
@@ -152,7 +152,11 @@ def test_what_a_step_takes_is_predicted(library):
 def test_a_net_trains_under_a_budget_that_its_state_would_break(library, tmp_path):
     budget = "72MiB"  # 24 MiB of weights, of gradients, and twice that of state
     callback = CTDRCallback(
-        rank=None, verbose=False, retry_on_oom=False, optimizer_state="8bit", memory_budget=budget, data=None
+        rank=None,
+        verbose=False,
+        memory=Memory(retry_on_oom=False, optimizer_state="8bit"),
+        memory_budget=budget,
+        ranks=Ranks(data=None),
     )
     fit(callback, tmp_path)
     assert callback.run.memory.rest_peak_bytes <= 72 * 2**20
@@ -162,5 +166,5 @@ def test_without_the_library_the_error_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     eight_bits._library.cache_clear()
     with pytest.raises(ConfigError, match="needs bitsandbytes") as caught:
-        fit(CTDRCallback(rank=None, verbose=False, optimizer_state="8bit"), tmp_path)
+        fit(CTDRCallback(rank=None, verbose=False, memory=Memory(optimizer_state="8bit")), tmp_path)
     assert "pip install bitsandbytes" in caught.value.hint

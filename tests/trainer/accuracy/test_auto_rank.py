@@ -4,10 +4,11 @@ import pytest
 import torch
 from torchmetrics.classification import MulticlassAccuracy
 
-from ctdr_lightning import CTDRCallback
+from ctdr_lightning import CTDRCallback, Ranks
 from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError
 from ctdr_lightning.decomposition import Choices, FactorizedLayer
 from ctdr_lightning.joint import pricing, search
+from ctdr_lightning.trainer.groups import grouped
 from ctdr_lightning.trainer.modules import SMALL_ELEMENTS
 from tests import forks, parts
 
@@ -21,7 +22,8 @@ def short_thoughts(monkeypatch):
 
 
 def automatic(budget=BUDGET, **options):
-    return CTDRCallback(rank="auto", memory_budget=budget, **{"max_slowdown": 50.0, "verbose": False, **options})
+    given = {"rank": "auto", "max_slowdown": 50.0, "verbose": False, **options}
+    return CTDRCallback(budget, **grouped(given))
 
 
 def module():
@@ -108,7 +110,7 @@ def test_arguments_that_say_nothing_are_refused():
     with pytest.raises(ConfigError, match="needs data"):
         automatic(data=None)
     with pytest.raises(ConfigError, match="max_loss"):
-        CTDRCallback(rank=0.5, max_loss=0.1)
+        CTDRCallback(rank=0.5, ranks=Ranks(max_loss=0.1))
     with pytest.raises(ConfigError, match="max_loss"):
         automatic(max_loss=-1.0)
 
@@ -160,7 +162,7 @@ def test_a_metric_that_fails_stops_before_training():
     with pytest.raises(ConfigError, match="without max_loss"):
         automatic(metric=MulticlassAccuracy(4))
     with pytest.raises(ConfigError, match="metric only defines max_loss"):
-        CTDRCallback(rank=0.5, metric=MulticlassAccuracy(4))
+        CTDRCallback(rank=0.5, ranks=Ranks(metric=MulticlassAccuracy(4)))
 
 
 @pytest.mark.slow

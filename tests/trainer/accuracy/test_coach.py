@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 
-from ctdr_lightning import CTDRCallback, Recovery
+from ctdr_lightning import CTDRCallback, Ranks, Recovery
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.decomposition import FactorizedLayer
 from ctdr_lightning.recovery import Distillation, Phase
@@ -40,7 +40,10 @@ class Watch(Callback):
 
 
 def test_stages_are_cut_in_order_of_tolerance_and_the_optimizer_follows():
-    callback, watch = CTDRCallback(rank=0.5, allocate=None, recovery=STAGED, policy="keep", verbose=False), Watch()
+    callback, watch = (
+        CTDRCallback(rank=0.5, ranks=Ranks(allocate=None), recovery=STAGED, policy="keep", verbose=False),
+        Watch(),
+    )
     module = parts.blobs()
     parts.fit(module, callback, watch, max_epochs=4)
     stages = callback.run.surgeon.stages

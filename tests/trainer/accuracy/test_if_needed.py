@@ -14,6 +14,7 @@ from ctdr_lightning.decomposition import FactorizedLayer
 from ctdr_lightning.joint import for_budget, pricing, search
 from ctdr_lightning.joint.turns import Turns
 from ctdr_lightning.memory.plans.budget import Budget
+from ctdr_lightning.trainer.groups import grouped
 from tests import parts
 
 ROOM = "1GiB"
@@ -48,7 +49,7 @@ def harmless(monkeypatch):
 
 
 def callback(budget, **options):
-    return CTDRCallback(memory_budget=budget, **{"verbose": False, **options})
+    return CTDRCallback(memory_budget=budget, **grouped({"verbose": False, **options}))
 
 
 def module():

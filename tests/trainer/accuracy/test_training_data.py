@@ -7,10 +7,11 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule
 from torch.utils.data import BatchSampler, DataLoader
 
-from ctdr_lightning import CTDRCallback
+from ctdr_lightning import CTDRCallback, Ranks
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.decomposition.choose import batches
 from ctdr_lightning.trainer.accuracy import rehearsal
+from ctdr_lightning.trainer.groups import grouped
 from tests import forks, parts
 
 
@@ -26,7 +27,7 @@ class Watch(Callback):
 
 
 def run(module=None, watch=None, **options):
-    callback = CTDRCallback(**{"rank": 0.4, "policy": "keep", "verbose": False, **options})
+    callback = CTDRCallback(**grouped({"rank": 0.4, "policy": "keep", "verbose": False, **options}))
     parts.fit(module or parts.blobs(), callback, *([watch] if watch else []), max_epochs=1)
     return callback.run.surgeon.report
 
@@ -116,7 +117,7 @@ def test_a_loader_that_fails_in_setup_leaves_the_classes_of_loaders_as_they_are(
 
 
 def test_data_that_are_insisted_on_and_missing_are_an_error():
-    callback = CTDRCallback(rank=0.4, allocate="loss", policy="keep", verbose=False)
+    callback = CTDRCallback(rank=0.4, ranks=Ranks(allocate="loss"), policy="keep", verbose=False)
     with pytest.raises(ConfigError, match="needs training data"):
         parts.quiet_trainer(callback, max_epochs=1).fit(NeedsSetup())
 
@@ -163,7 +164,7 @@ def test_two_ranks_train_the_factors_that_rank_0_found(tmp_path):
 )
 def test_arguments_that_cannot_be_used(arguments):
     with pytest.raises(ConfigError) as caught:
-        CTDRCallback(rank=0.5, **arguments)
+        CTDRCallback(rank=0.5, **grouped(arguments))
     assert caught.value.hint
 
 

@@ -7,6 +7,7 @@ import pytest
 from ctdr_lightning import CTDRCallback, Recovery
 from ctdr_lightning.basics import progress_bar
 from ctdr_lightning.recovery import Phase
+from ctdr_lightning.trainer.groups import grouped
 from ctdr_lightning.trainer.reports.opening import WIDTH
 from tests import parts
 
@@ -24,7 +25,7 @@ def printed(monkeypatch, caplog, capsys):
 
     def run(**options):
         with caplog.at_level(logging.INFO):
-            parts.fit(parts.blobs(), CTDRCallback(**options), max_epochs=1)
+            parts.fit(parts.blobs(), CTDRCallback(**grouped(options)), max_epochs=1)
         said = [record.getMessage() for record in caplog.records if "CTDR" in record.getMessage()]
         return said, capsys.readouterr().err.splitlines()
 

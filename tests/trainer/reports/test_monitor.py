@@ -12,6 +12,7 @@ from ctdr_lightning import CTDRCallback, Recovery
 from ctdr_lightning.basics.gpu_memory import watch_peak
 from ctdr_lightning.basics.units import GIB
 from ctdr_lightning.recovery import Distillation
+from ctdr_lightning.trainer.groups import grouped
 from ctdr_lightning.trainer.reports.memory_report import MemoryReport
 from ctdr_lightning.trainer.reports.monitor import Monitor, utilisation
 from ctdr_lightning.trainer.training_step.device import allocated_peak_bytes, batch_size, device_peaks, tensors_of
@@ -61,7 +62,7 @@ class Broken(Recording):
 
 def run(*loggers, **options):
     given = {"rank": 0.5, "policy": "sqrt", "verbose": False, **options}
-    return parts.fit(parts.blobs(), CTDRCallback(**given), logger=list(loggers), max_epochs=2)
+    return parts.fit(parts.blobs(), CTDRCallback(**grouped(given)), logger=list(loggers), max_epochs=2)
 
 
 SCALARS = {
@@ -208,7 +209,7 @@ def test_a_step_that_runs_out_of_memory_is_accounted_for(tmp_path, policy, optio
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
             return loss
 
-    callback = CTDRCallback(rank=None, policy=policy, retry_on_oom=False, verbose=False, **options)
+    callback = CTDRCallback(rank=None, policy=policy, verbose=False, **grouped({"retry_on_oom": False, **options}))
     with pytest.raises(torch.OutOfMemoryError):
         parts.fit(Hungry(), callback, default_root_dir=tmp_path)
     stem = tmp_path / "ctdr-out-of-memory-step2-rank0"

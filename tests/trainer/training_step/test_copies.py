@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ctdr_lightning import CTDRCallback
 from ctdr_lightning.basics.units import MIB
+from ctdr_lightning.trainer.groups import grouped
 from tests import parts
 from tests.trainer.training_step.test_whole_batch import TruePeak
 
@@ -33,7 +34,7 @@ class WithTables(LightningModule):
 def fit(budget, **options):
     """The allocator's peak of a later batch, what was logged, and the callback."""
     torch.manual_seed(0)
-    callback, peak = CTDRCallback(rank=None, memory_budget=budget, verbose=False, **options), TruePeak()
+    callback, peak = CTDRCallback(rank=None, memory_budget=budget, verbose=False, **grouped(options)), TruePeak()
     data = DataLoader(TensorDataset(torch.randn(6 * ROWS, WIDTH)), ROWS), None
     trainer = parts.fit(WithTables(), callback, peak, data=data, max_epochs=1)
     return peak.use.peak_bytes, trainer.callback_metrics, callback

@@ -6,7 +6,7 @@ from lightning.pytorch import Callback
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ctdr_lightning import CTDRCallback
+from ctdr_lightning import CTDRCallback, Memory
 from ctdr_lightning.memory.events import OverBudget
 from ctdr_lightning.trainer.training_step.events import RecordedOverBudget
 from tests import parts
@@ -114,7 +114,7 @@ def test_no_kind_of_step_runs_over_the_budget_before_it_is_planned(case, share):
     data = make()
     plain, needs = train(kind, data)
     budget_bytes = int(share * max(row[0] for row in needs))
-    callback = CTDRCallback(rank=None, memory_budget=budget_bytes, over_budget="least", verbose=False)
+    callback = CTDRCallback(rank=None, memory_budget=budget_bytes, memory=Memory(over_budget="least"), verbose=False)
     ours, rows = train(kind, data, callback)
     assert parts.same(plain.losses, ours.losses)
     assert parts.same(plain.state_dict(), ours.state_dict())

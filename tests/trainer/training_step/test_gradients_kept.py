@@ -6,8 +6,9 @@ from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ctdr_lightning import CTDRCallback
+from ctdr_lightning import CTDRCallback, Memory
 from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError
+from ctdr_lightning.trainer.groups import grouped
 from ctdr_lightning.trainer.reports.event_words import words_of
 from ctdr_lightning.trainer.training_step.optimizer.gradient_readers import gradient_reader
 from tests import parts
@@ -53,7 +54,7 @@ class Watches(Callback):
 def fit(module, budget, *callbacks, batch=256, **options):
     seen.clear()
     data = DataLoader(TensorDataset(torch.randn(4 * batch, WIDTH)), batch), None
-    callback = CTDRCallback(rank=None, memory_budget=budget, verbose=False, **options)
+    callback = CTDRCallback(rank=None, memory_budget=budget, verbose=False, **grouped(options))
     parts.fit(module, callback, *callbacks, data=data, max_epochs=1)
     return [words_of(event) for event in callback.run.memory.session.events]
 
@@ -85,7 +86,7 @@ def test_the_option_says_it_for_good():
     fit(Reads(), TIGHT, keep_gradients=False)
     assert seen == [False] * 4
     with pytest.raises(ConfigError, match="keep_gradients"):
-        CTDRCallback(keep_gradients="yes")
+        CTDRCallback(memory=Memory(keep_gradients="yes"))
 
 
 class Differentiates(nn.Module):
@@ -109,7 +110,7 @@ def test_a_longer_batch_in_mid_epoch_is_run_small_or_refused_as_asked():
     batches = [[torch.randn(n, WIDTH)] for n in (64, 64, 4096, 64)]
 
     def run(**options):
-        callback = CTDRCallback(rank=None, memory_budget="5MiB", verbose=False, **options)
+        callback = CTDRCallback(rank=None, memory_budget="5MiB", verbose=False, **grouped(options))
         module = Lengths()
         parts.fit(module, callback, data=(DataLoader(batches, batch_size=None), None), max_epochs=2)
         return module
@@ -128,4 +129,4 @@ def test_a_longer_batch_in_mid_epoch_is_run_small_or_refused_as_asked():
     with pytest.raises(InfeasibleBudgetError):
         run()
     with pytest.raises(ConfigError, match="over_budget"):
-        CTDRCallback(over_budget="never")
+        CTDRCallback(memory=Memory(over_budget="never"))

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ctdr_lightning import CTDRCallback
+from ctdr_lightning import CTDRCallback, Memory
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.units import parse_bytes
 from ctdr_lightning.memory.values.live_bytes import PeakMeter
@@ -135,7 +135,7 @@ def named(error):
 def budget_asked(kind):
     """The budget that the error of a far too small one asks for."""
     with pytest.raises(InfeasibleBudgetError) as refused:
-        train(kind, CTDRCallback(rank=None, memory_budget="1KiB", over_budget="raise", verbose=False))
+        train(kind, CTDRCallback(rank=None, memory_budget="1KiB", memory=Memory(over_budget="raise"), verbose=False))
     return named(refused.value)
 
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from ctdr_lightning import CTDRCallback
+from ctdr_lightning import CTDRCallback, Memory
 from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.trainer.groups import grouped
 from tests.parts import blobs, fit
 
 
@@ -21,7 +22,7 @@ def test_weights_and_losses_are_those_of_the_plain_fit(tmp_path, options):
     found = blobs()
     if "offload" in options:
         options = options | {"disk_folder": tmp_path}
-    callback = CTDRCallback(rank=None, verbose=False, **options)
+    callback = CTDRCallback(rank=None, verbose=False, **grouped(options))
     trainer = fit(found, callback)
     assert callback.run.memory.session.plan.away, "nothing was put away"
     assert all(torch.equal(a, b) for a, b in zip(plain.losses, found.losses, strict=True))
@@ -43,9 +44,9 @@ def test_weights_and_losses_are_those_of_the_plain_fit(tmp_path, options):
 )
 def test_what_cannot_be_used_is_refused_before_anything_starts(options, says):
     with pytest.raises(ConfigError, match=says):
-        CTDRCallback(**options)
+        CTDRCallback(**grouped(options))
 
 
 def test_the_host_is_refused_where_the_run_is_on_the_processor():
     with pytest.raises(ConfigError, match="disk"):
-        fit(blobs(), CTDRCallback(rank=None, policy="vdnn", offload="host", verbose=False))
+        fit(blobs(), CTDRCallback(rank=None, policy="vdnn", memory=Memory(offload="host"), verbose=False))

@@ -13,6 +13,7 @@ from ctdr_lightning.memory.holders import HolderOptions, Holders
 from ctdr_lightning.memory.holders.optimizer_bytes import predict
 from ctdr_lightning.memory.holders.optimizer_state import StateAway, state_away_of
 from ctdr_lightning.memory.values.live_bytes import PeakMeter
+from ctdr_lightning.trainer.groups import grouped
 from tests import parts
 
 WIDTH, DEPTH = 512, 24  # a layer of 1 MiB
@@ -51,7 +52,7 @@ def fit(callback, folder, module=None, **options):
 
 
 def ctdr(**options):
-    return CTDRCallback(rank=None, verbose=False, retry_on_oom=False, **options)
+    return CTDRCallback(rank=None, verbose=False, **grouped({"retry_on_oom": False, **options}))
 
 
 def test_weights_gradients_and_state_above_the_budget_train_under_it_to_the_bit(tmp_path):

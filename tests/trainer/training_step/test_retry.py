@@ -16,6 +16,7 @@ from torchmetrics import MeanMetric
 from ctdr_lightning import CTDRCallback
 from ctdr_lightning.basics.errors import InfeasibleBudgetError, OffloadError
 from ctdr_lightning.memory.holders.pinned import pin
+from ctdr_lightning.trainer.groups import grouped
 from ctdr_lightning.trainer.reports.event_words import words_of
 from ctdr_lightning.trainer.training_step.memory_stage import MemoryStage
 from ctdr_lightning.trainer.training_step.retry import retry, snapshot
@@ -97,7 +98,7 @@ def fit(net, tmp_path, **options):
         for parameter in net.parameters():
             parameter.normal_(0, 0.3)
     data = DataLoader(TensorDataset(torch.randn(48, 8)), batch_size=12)
-    callback = CTDRCallback(rank=None, memory_budget="1GiB", policy="sqrt", verbose=False, **options)
+    callback = CTDRCallback(rank=None, memory_budget="1GiB", policy="sqrt", verbose=False, **grouped(options))
     trainer = Trainer(
         default_root_dir=tmp_path, max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=[callback], deterministic=True, **trainer_options,

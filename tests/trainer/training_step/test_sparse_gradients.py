@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 
 from ctdr_lightning import CTDRCallback
 from ctdr_lightning.memory.values.tensors import storage_bytes
+from ctdr_lightning.trainer.groups import grouped
 from tests import parts
 
 WORDS, WIDTH = 200, 16
@@ -66,7 +67,7 @@ def train(kind, *callbacks, **options):
 )
 @pytest.mark.parametrize("budget", ["60MiB", "300KiB"])
 def test_a_run_with_sparse_gradients_is_as_without_us(kind, options, ours, budget):
-    callback = CTDRCallback(rank=None, memory_budget=budget, verbose=False, **ours)
+    callback = CTDRCallback(rank=None, memory_budget=budget, verbose=False, **grouped(ours))
     assert parts.same(train(kind, callback, **options), train(kind, **options))
 
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ctdr_lightning import CTDRCallback
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.units import MIB
+from ctdr_lightning.trainer.groups import grouped
 from tests import forks, parts
 from tests.trainer.training_step.test_whole_batch import TruePeak
 
@@ -47,7 +48,7 @@ def data():
 
 
 def inside(**options):
-    return CTDRCallback(**{"rank": None, "verbose": False, "optimizer_step": "in_backward", **options})
+    return CTDRCallback(**grouped({"rank": None, "verbose": False, "optimizer_step": "in_backward", **options}))
 
 
 def fit(module, *callbacks, **options):
@@ -112,7 +113,7 @@ def test_a_resumed_run_is_the_undisturbed_one(tmp_path):
 
 def peaks(**options):
     peak = TruePeak()
-    _, trainer = fit(Wide(), CTDRCallback(rank=None, verbose=False, memory_budget="64MiB", **options), peak)
+    _, trainer = fit(Wide(), CTDRCallback(rank=None, verbose=False, memory_budget="64MiB", **grouped(options)), peak)
     return peak.use.peak_bytes, trainer.callback_metrics["ctdr/predicted_peak_gib"].item() * 2**30
 
 
@@ -218,7 +219,7 @@ def test_loss_scaling_and_several_optimizers_forbid_it():
 )
 def test_arguments_that_cannot_be_are_refused_at_once(options, words):
     with pytest.raises(ConfigError, match=words):
-        CTDRCallback(rank=None, **options)
+        CTDRCallback(rank=None, **grouped(options))
 
 
 def test_kept_gradients_forbid_it():

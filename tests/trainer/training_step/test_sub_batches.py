@@ -18,6 +18,8 @@ from torchmetrics import MeanMetric
 from ctdr_lightning import CTDRCallback
 from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError
 from ctdr_lightning.basics.units import parse_bytes
+from ctdr_lightning.trainer.groups import grouped
+from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.reports.event_words import words_of
 from ctdr_lightning.trainer.training_step.sub_batches.parts import n_samples, parts_of
 from ctdr_lightning.trainer.training_step.sub_batches.peaks import SubBatchPeaks
@@ -74,8 +76,8 @@ def data(n=27, batch_size=10, **options):
 
 
 def fit(module, *callbacks, loader=None, **options):
-    own = {name: options.pop(name) for name in list(options) if name in CTDRCallback.__init__.__annotations__}
-    ours = [CTDRCallback(**{"rank": None, "verbose": False, **own})] if own else []
+    own = {name: options.pop(name) for name in list(options) if name in CallbackOptions.__dataclass_fields__}
+    ours = [CTDRCallback(**grouped({"rank": None, "verbose": False, **own}))] if own else []
     seen = Seen()
     torch.manual_seed(2)
     trainer = parts.fit(module, *ours, *callbacks, seen, data=loader or data(), **options)
@@ -361,7 +363,7 @@ def test_a_compiled_step_forbids_it():
 )
 def test_arguments_that_cannot_be_are_refused_at_once(options, words):
     with pytest.raises(ConfigError, match=words):
-        CTDRCallback(**{"rank": None, **options})
+        CTDRCallback(**grouped({"rank": None, **options}))
 
 
 class Holder:

@@ -11,7 +11,7 @@ from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.memory.holders import HolderOptions, Holders
 from ctdr_lightning.memory.holders.eight_bits import EightBits
 from ctdr_lightning.memory.holders.optimizer_state import StateAway, state_away_of
-from ctdr_lightning.trainer.options import IN_8_BITS
+from ctdr_lightning.trainer.groups import IN_8_BITS
 
 
 class OptimizerStates:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ctdr_lightning.basics.errors import ConfigError, first_line
 from ctdr_lightning.memory import Trace, record_fake
-from ctdr_lightning.memory.account.advice import CALLBACK, Change
+from ctdr_lightning.memory.account.advice import MEMORY, Change
 from ctdr_lightning.memory.account.batch import BatchAccount
 from ctdr_lightning.memory.account.fit import planned_peak_bytes
 from ctdr_lightning.memory.largest_batch import largest
@@ -102,7 +102,7 @@ class SubBatchPeaks:
             return None
         if not number:
             return None
-        return Change(CALLBACK, "sub_batches", number, self.account(number), self.peak_bytes(number))
+        return Change(MEMORY, "sub_batches", number, self.account(number), self.peak_bytes(number))
 
     def _fits(self, number: int) -> bool:
         return self.peak_bytes(number) <= self._limit_bytes
