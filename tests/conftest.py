@@ -1,11 +1,14 @@
 """Shared fixtures: one thread, fixed seeds, no deadlines, and torchvision made importable beside a CPU torch."""
 
+import math
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+
+from ctdr_lightning.memory.policies import auto
 
 torch.set_num_threads(1)
 settings.register_profile("suite", deadline=None)  # a busy machine is no fault of the code
@@ -46,6 +49,14 @@ def _define_torchvision_operators() -> torch.library.Library | None:
 
 
 _TORCHVISION = _define_torchvision_operators()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _searches_end_by_their_work_alone():
+    """The planner's safety stop never fires, so that a slow machine makes the same plans as a fast one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auto, "SLOWEST", math.inf)
+        yield
 
 
 @pytest.fixture(autouse=True)

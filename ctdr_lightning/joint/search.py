@@ -365,7 +365,8 @@ class JointSearch:
         limit = self._limits.peak_bytes
         if limit is None:
             return f"Raise max_slowdown to {_allowing(self._slowdown(least.trace.seconds))}."
-        within = self._thriftiest_in_time() if math.isfinite(self._limits.slowdown) else least
+        in_time = self._pricer.seconds(least) <= self._limit_s  # a second search might end with less, by the clock
+        within = least if in_time else self._thriftiest_in_time()
         enough = format_roomy(within.peak_bytes) if within and within.peak_bytes > limit else None
         fitting = [row for row in self.considered.values() if row.seconds]
         if fitting:
