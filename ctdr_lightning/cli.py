@@ -39,7 +39,6 @@ from ctdr_lightning.command_line.sub_batches import read_number, sub_batch_peaks
 from ctdr_lightning.decomposition import METHODS, Report, decompose
 from ctdr_lightning.memory import POLICIES, Plan, max_batch, plan, record_fake, simulate
 from ctdr_lightning.memory.account.batch import BatchAccount
-from ctdr_lightning.memory.account.optimizer import NO_OPTIMIZER, OptimizerBytes
 from ctdr_lightning.memory.codecs import CODECS
 from ctdr_lightning.memory.helpful_places import place_that_fits
 from ctdr_lightning.memory.holders.base import HOLDERS
@@ -48,6 +47,7 @@ from ctdr_lightning.memory.holders.places import Places
 from ctdr_lightning.memory.planner import resolve_budget
 from ctdr_lightning.memory.recorder.gpu_workspace import beside_the_step
 from ctdr_lightning.memory.recorder.precision import PRECISIONS
+from ctdr_lightning.memory.traces.optimizer import NO_OPTIMIZER, OptimizerBytes
 
 if TYPE_CHECKING:
     from ctdr_lightning.trainer.training_step.sub_batches.peaks import SubBatchPeaks

@@ -23,7 +23,6 @@ from ctdr_lightning.decomposition.choose.choices import Choices
 from ctdr_lightning.joint.turns import RealStep, in_turns
 from ctdr_lightning.joint.twins import structure_of, unmoved
 from ctdr_lightning.memory.account.batch import BatchAccount
-from ctdr_lightning.memory.account.optimizer import OptimizerBytes
 from ctdr_lightning.memory.bounds.lower_bound import floor_bytes
 from ctdr_lightning.memory.planner import plan
 from ctdr_lightning.memory.plans.budget import Budget
@@ -32,6 +31,7 @@ from ctdr_lightning.memory.recorder.call_seconds import CallSeconds
 from ctdr_lightning.memory.recorder.fake import record_fake
 from ctdr_lightning.memory.recorder.recorder import record
 from ctdr_lightning.memory.simulator.simulator import Simulator
+from ctdr_lightning.memory.traces.optimizer import OptimizerBytes
 from ctdr_lightning.memory.traces.trace import OpRecord, Trace
 from ctdr_lightning.memory.traces.typical_seconds import steady
 

@@ -16,7 +16,6 @@ from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.progress_bar import track
 from ctdr_lightning.basics.units import as_given, format_bytes, parse_bytes
 from ctdr_lightning.memory.account.batch import BatchAccount
-from ctdr_lightning.memory.account.optimizer import NO_OPTIMIZER, OptimizerBytes
 from ctdr_lightning.memory.allocator.reserved import expandable_segments, runs_within
 from ctdr_lightning.memory.bounds.lower_bound import floor_bytes
 from ctdr_lightning.memory.planner import plan, served
@@ -25,6 +24,7 @@ from ctdr_lightning.memory.policies import POLICIES, Budget
 from ctdr_lightning.memory.policies.registry import Choose, Policy, policy_of
 from ctdr_lightning.memory.recorder.fake import record_fake
 from ctdr_lightning.memory.simulator.prepared import Prepared
+from ctdr_lightning.memory.traces.optimizer import NO_OPTIMIZER, OptimizerBytes
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -10,9 +10,9 @@ from ctdr_lightning.joint import pricing
 from ctdr_lightning.joint.pricing import Pricer, standing
 from ctdr_lightning.joint.turns import RealStep, in_turns
 from ctdr_lightning.joint.twins import twin_of
-from ctdr_lightning.memory.account.optimizer import OptimizerBytes
 from ctdr_lightning.memory.holders.optimizer_bytes import optimizer_of, predict_for
 from ctdr_lightning.memory.simulator.simulator import Simulator
+from ctdr_lightning.memory.traces.optimizer import OptimizerBytes
 from tests.joint import parts
 
 

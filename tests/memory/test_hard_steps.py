@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from ctdr_lightning import CTDRCallback
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.memory import Budget, Plan, Session, Trace, plan
-from ctdr_lightning.memory.events import Differed
+from ctdr_lightning.memory.guide.events import Differed
 from tests.memory.hard_steps import HARD
 from tests.memory.harness import Bench, check
 from tests.memory.leaks import assert_nothing_is_installed

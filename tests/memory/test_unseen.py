@@ -15,7 +15,7 @@ from ctdr_lightning import CTDRCallback, Memory
 from ctdr_lightning.basics.errors import InfeasibleBudgetError, ReplayError
 from ctdr_lightning.memory import Budget, Plan, Recorder, Session, Tape, Trace, plan
 from ctdr_lightning.memory.codecs import CODECS
-from ctdr_lightning.memory.events import Differed
+from ctdr_lightning.memory.guide.events import Differed
 from ctdr_lightning.memory.recorder import recorder
 from ctdr_lightning.memory.recorder.contents import READS_UNSEEN, ContentsWatch
 from ctdr_lightning.memory.simulator.actions import Compress, Offload

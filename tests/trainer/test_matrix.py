@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from ctdr_lightning import CTDRCallback, Recovery, decompose
 from ctdr_lightning.basics.errors import ConfigError
-from ctdr_lightning.memory.events import Differed
+from ctdr_lightning.memory.guide.events import Differed
 from ctdr_lightning.recovery import Phase
 from ctdr_lightning.trainer.modules import load_from_checkpoint
 from ctdr_lightning.trainer.reports.event_words import words_of

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 
 from ctdr_lightning import CTDRCallback
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
-from ctdr_lightning.memory.events import PlanMade
+from ctdr_lightning.memory.guide.events import PlanMade
 from ctdr_lightning.memory.holders.optimizer_bytes import predict
 from ctdr_lightning.trainer.training_step.optimizer.resident import state_bytes
 from tests import forks, parts

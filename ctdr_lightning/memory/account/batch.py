@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ctdr_lightning.memory.account.optimizer import NO_OPTIMIZER, OptimizerBytes
 from ctdr_lightning.memory.bounds.lower_bound import floor_bytes, held_by_the_program
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.simulator.schedule import simulate
+from ctdr_lightning.memory.traces.optimizer import NO_OPTIMIZER, OptimizerBytes
 from ctdr_lightning.memory.traces.trace import Trace
 
 

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ctdr_lightning.basics.errors import ConfigError
-from ctdr_lightning.memory.account.optimizer import NO_OPTIMIZER, OptimizerBytes
 from ctdr_lightning.memory.holders.disk import STAGING_BYTES
 from ctdr_lightning.memory.holders.optimizer_state import check_movable, chunks_of, state_away_of
+from ctdr_lightning.memory.traces.optimizer import NO_OPTIMIZER, OptimizerBytes
 from ctdr_lightning.memory.values.live_bytes import PeakMeter
 from ctdr_lightning.memory.values.tensors import own_part
 

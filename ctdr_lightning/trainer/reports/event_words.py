@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ctdr_lightning.basics.units import format_bytes
-from ctdr_lightning.memory import events as of_steps
+from ctdr_lightning.memory.guide import events as of_steps
 from ctdr_lightning.trainer.training_step import events as of_batches
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ctdr_lightning.basics.units import GIB
 from ctdr_lightning.memory import Plan, simulate
-from ctdr_lightning.memory.events import OverBudget
+from ctdr_lightning.memory.guide.events import OverBudget
 from ctdr_lightning.memory.simulator.transfers import Transfers
 from ctdr_lightning.trainer.reports.event_words import words_of
 from ctdr_lightning.trainer.training_step.batch_meter import BatchMeter

@@ -16,10 +16,10 @@ from ctdr_lightning.basics.units import format_bytes, format_roomy
 from ctdr_lightning.memory.account.advice import MEMORY, Change, nearest
 from ctdr_lightning.memory.account.batch import BatchAccount
 from ctdr_lightning.memory.account.fit import least_peak_bytes, planned_peak_bytes
-from ctdr_lightning.memory.account.optimizer import OptimizerBytes
 from ctdr_lightning.memory.helpful_places import place_that_fits
 from ctdr_lightning.memory.holders.optimizer_bytes import elsewhere, leaner, predict
 from ctdr_lightning.memory.holders.optimizer_state import state_away_of
+from ctdr_lightning.memory.traces.optimizer import OptimizerBytes
 from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.training_step.optimizer.in_backward import hindrance
 from ctdr_lightning.trainer.training_step.optimizer.resident import local_bytes

@@ -10,9 +10,9 @@ from lightning.pytorch import LightningModule
 from ctdr_lightning.basics.units import MIB
 from ctdr_lightning.memory import Trace
 from ctdr_lightning.memory.account.batch import BatchAccount, with_room
-from ctdr_lightning.memory.account.optimizer import NO_OPTIMIZER
-from ctdr_lightning.memory.events import Event
+from ctdr_lightning.memory.guide.events import Event
 from ctdr_lightning.memory.holders.optimizer_bytes import predict
+from ctdr_lightning.memory.traces.optimizer import NO_OPTIMIZER
 from ctdr_lightning.trainer.modules import overrides
 from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.training_step.batch_meter import BatchMeter

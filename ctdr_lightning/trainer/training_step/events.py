@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ctdr_lightning.memory.events import Event
+from ctdr_lightning.memory.guide.events import Event
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ctdr_lightning.memory import signature_of
-from ctdr_lightning.memory.step_guide import StepGuide
+from ctdr_lightning.memory.guide.step_guide import StepGuide
 from ctdr_lightning.trainer.training_step.layers import Backward, Chain, Layer, Step
 from ctdr_lightning.trainer.training_step.memory_stage import MemoryStage
 from ctdr_lightning.trainer.training_step.optimizer.in_backward import StepInBackward

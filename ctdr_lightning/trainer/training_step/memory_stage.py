@@ -13,9 +13,9 @@ from torch import OutOfMemoryError
 from ctdr_lightning.basics.gpu_memory import counts, read_budget
 from ctdr_lightning.memory import Plan
 from ctdr_lightning.memory.account.batch import forward_ticks
-from ctdr_lightning.memory.events import Event
+from ctdr_lightning.memory.guide.events import Event
+from ctdr_lightning.memory.guide.step_guide import StepGuide
 from ctdr_lightning.memory.holders.places import Places
-from ctdr_lightning.memory.step_guide import StepGuide
 from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.training_step import events
 from ctdr_lightning.trainer.training_step.batch_meter import BatchMeter

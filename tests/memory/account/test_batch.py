@@ -8,7 +8,7 @@ from ctdr_lightning import plan, record, simulate
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.memory.account.batch import BatchAccount, with_room
 from ctdr_lightning.memory.account.fit import least_peak_bytes, planned_peak_bytes
-from ctdr_lightning.memory.account.optimizer import OptimizerBytes
+from ctdr_lightning.memory.traces.optimizer import OptimizerBytes
 
 WEIGHT_BYTES = 4 * 64 * 64
 

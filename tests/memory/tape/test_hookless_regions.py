@@ -6,7 +6,7 @@ from torch import nn
 from torch.autograd import graph
 
 from ctdr_lightning.memory import Session, plan, signature_of
-from ctdr_lightning.memory.events import Differed
+from ctdr_lightning.memory.guide.events import Differed
 from tests.memory.harness import Bench, check
 from tests.memory.leaks import assert_nothing_is_installed
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from ctdr_lightning.basics.errors import ConfigError, ReplayError
 from ctdr_lightning.basics.torch_private import no_dispatch_modes
 from ctdr_lightning.memory import Plan, Recorder, Session, Tape, plan, record
-from ctdr_lightning.memory.events import Refuted
+from ctdr_lightning.memory.guide.events import Refuted
 from ctdr_lightning.memory.simulator.actions import Compress
 from ctdr_lightning.memory.tape import verifier
 from ctdr_lightning.memory.tape.online import Evictor

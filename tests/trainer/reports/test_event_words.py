@@ -2,7 +2,7 @@
 
 import pytest
 
-from ctdr_lightning.memory.events import Differed, Event, PlanMade, Recorded, Refuted
+from ctdr_lightning.memory.guide.events import Differed, Event, PlanMade, Recorded, Refuted
 from ctdr_lightning.memory.planner import plan
 from ctdr_lightning.trainer.reports.event_words import words_of
 from ctdr_lightning.trainer.training_step import events

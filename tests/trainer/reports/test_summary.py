@@ -8,7 +8,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from ctdr_lightning import CTDRCallback, Recovery
 from ctdr_lightning.basics.units import GIB, parse_bytes
-from ctdr_lightning.memory.events import OverBudget
+from ctdr_lightning.memory.guide.events import OverBudget
 from ctdr_lightning.recovery import Phase
 from ctdr_lightning.recovery.decisions import Progress
 from ctdr_lightning.trainer.reports.memory_report import PlanPeaks

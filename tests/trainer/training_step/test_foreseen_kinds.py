@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ctdr_lightning import CTDRCallback, Memory
-from ctdr_lightning.memory.events import OverBudget
+from ctdr_lightning.memory.guide.events import OverBudget
 from ctdr_lightning.trainer.training_step.events import RecordedOverBudget
 from tests import parts
 from tests.trainer.training_step.test_many_lengths import BATCH, VOCABULARY, Peaks, Words, shuffled

@@ -7,9 +7,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ctdr_lightning import CTDRCallback
-from ctdr_lightning.memory.events import Differed
+from ctdr_lightning.memory.guide.events import Differed
+from ctdr_lightning.memory.guide.step_guide import MOST_KINDS, MOST_OPS
 from ctdr_lightning.memory.many_shapes import MOST_REMEMBERED
-from ctdr_lightning.memory.step_guide import MOST_KINDS, MOST_OPS
 from ctdr_lightning.memory.values.live_bytes import PeakMeter
 from tests import parts
 

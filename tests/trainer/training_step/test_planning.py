@@ -9,8 +9,8 @@ from torch import nn
 
 from ctdr_lightning import plan, record
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
-from ctdr_lightning.memory.account.optimizer import OptimizerBytes
 from ctdr_lightning.memory.holders.places import Places
+from ctdr_lightning.memory.traces.optimizer import OptimizerBytes
 from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.training_step.bytes_beside import BytesBeside
 from ctdr_lightning.trainer.training_step.planning import BatchPlanner

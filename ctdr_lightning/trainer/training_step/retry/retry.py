@@ -22,7 +22,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from ctdr_lightning.basics.errors import CTDRError, ReplayError
-from ctdr_lightning.memory.step_guide import StepGuide
+from ctdr_lightning.memory.guide.step_guide import StepGuide
 from ctdr_lightning.trainer.modules import overrides
 from ctdr_lightning.trainer.training_step.layers import Backward, Chain, Layer, Step, loss_of
 from ctdr_lightning.trainer.training_step.memory_stage import MemoryStage

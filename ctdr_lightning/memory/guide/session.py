@@ -6,8 +6,8 @@ from collections.abc import Hashable
 from typing import Any
 
 from ctdr_lightning.basics.errors import ReplayError
-from ctdr_lightning.memory.step_guide import StepGuide
-from ctdr_lightning.memory.step_kinds import Planner
+from ctdr_lightning.memory.guide.step_guide import StepGuide
+from ctdr_lightning.memory.guide.step_kinds import Planner
 
 
 class Session(StepGuide):

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from ctdr_lightning.basics.errors import ReplayError
 from ctdr_lightning.basics.torch_private import current_dispatch_mode, hooks_of, top_saved_tensors_hooks
-from ctdr_lightning.memory.events import Differed, Event, OverBudget, PlanMade, Recorded, Refuted
-from ctdr_lightning.memory.foresight import Foresight
+from ctdr_lightning.memory.guide.events import Differed, Event, OverBudget, PlanMade, Recorded, Refuted
+from ctdr_lightning.memory.guide.foresight import Foresight
+from ctdr_lightning.memory.guide.step_kinds import Kind, Planner, graph_of, shapes_in
 from ctdr_lightning.memory.holders.base import Holder, Holders
 from ctdr_lightning.memory.plans.plan import Plan, most_away_bytes
 from ctdr_lightning.memory.recorder.recorder import Recorder
 from ctdr_lightning.memory.search.transfer import structure_of
-from ctdr_lightning.memory.step_kinds import Kind, Planner, graph_of, shapes_in
 from ctdr_lightning.memory.tape.forward_watch import ForwardWatch, reached_before
 from ctdr_lightning.memory.tape.online import Evictor
 from ctdr_lightning.memory.tape.tape import Tape

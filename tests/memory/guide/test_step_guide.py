@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from ctdr_lightning.memory import plan, signature_of
-from ctdr_lightning.memory.events import Differed, PlanMade
-from ctdr_lightning.memory.step_guide import StepGuide
+from ctdr_lightning.memory.guide.events import Differed, PlanMade
+from ctdr_lightning.memory.guide.step_guide import StepGuide
 
 
 def net():

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from ctdr_lightning.memory.guide.step_kinds import Kind
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.recorder.size_watch import SizeWatch
 from ctdr_lightning.memory.simulator.schedule import simulate
-from ctdr_lightning.memory.step_kinds import Kind
 from ctdr_lightning.memory.traces.foreseen import Sizes, foreseen
 from ctdr_lightning.memory.traces.trace import Trace
 

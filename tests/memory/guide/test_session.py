@@ -4,8 +4,8 @@ from torch import nn
 
 from ctdr_lightning.basics.torch_private import n_dispatch_modes
 from ctdr_lightning.memory import RECOMPUTE, Session, Simulator, plan, signature_of
-from ctdr_lightning.memory.events import Differed, OverBudget, PlanMade
-from ctdr_lightning.memory.step_guide import MAX_DIVERGENCES
+from ctdr_lightning.memory.guide.events import Differed, OverBudget, PlanMade
+from ctdr_lightning.memory.guide.step_guide import MAX_DIVERGENCES
 from ctdr_lightning.memory.values.live_bytes import active_trackers
 from tests.memory.harness import Bench, everything_dropped, planned
 from tests.memory.leaks import assert_nothing_is_installed, left_behind

@@ -8,12 +8,13 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ctdr_lightning.basics.torch_private import n_dispatch_modes, top_saved_tensors_hooks
-from ctdr_lightning.memory import Session, plan, signature_of, step_guide
-from ctdr_lightning.memory.events import Differed
+from ctdr_lightning.memory import Session, plan, signature_of
+from ctdr_lightning.memory.guide import step_guide
+from ctdr_lightning.memory.guide.events import Differed
+from ctdr_lightning.memory.guide.step_guide import MOST_KINDS, WATCHED_STEPS
+from ctdr_lightning.memory.guide.step_kinds import graph_of
 from ctdr_lightning.memory.holders.base import HolderOptions, Holders
 from ctdr_lightning.memory.simulator.actions import Offload
-from ctdr_lightning.memory.step_guide import MOST_KINDS, WATCHED_STEPS
-from ctdr_lightning.memory.step_kinds import graph_of
 from ctdr_lightning.memory.traces.facts import facts_of
 from ctdr_lightning.memory.traces.machine import Link
 from ctdr_lightning.memory.values.live_bytes import PeakMeter

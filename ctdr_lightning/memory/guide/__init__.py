@@ -1,0 +1,1 @@
+"""Steps as they come: recorded, planned, foreseen, carried out."""
