@@ -14,42 +14,11 @@ from ctdr_lightning.basics.files import write_text
 from ctdr_lightning.basics.units import format_bytes, format_seconds
 from ctdr_lightning.decomposition.choose.choices import Choices
 from ctdr_lightning.decomposition.report import Report
+from ctdr_lightning.joint.considered import OPTION_HEAD, Considered, Option, options_of
 from ctdr_lightning.memory.plans.plan import Plan
 
 BUDGET_FIT_VERSION = 2
 CLOCK_ERROR = 1.05  # medians of a few pairs of steps spread by 3 %: a step of 1.05 of a limit still keeps it
-_CHOSEN = ("chosen", "given")  # outcomes of the answer
-_MOST_OPTIONS = 6
-_OPTION_HEAD = ("", "model", "parameters", "peak", "time", "loss (nats)")
-
-
-@dataclass(frozen=True)
-class Considered:
-    """One candidate that the search looked at.
-
-    Attributes:
-        share: Share of the resource that all layers keep together; 1 is the dense model.
-        resource: ``"parameters"`` or ``"seconds"``.
-        parameters: Parameters of the model.
-        keep_peak_bytes: Predicted peak of its step without a plan.
-        peak_bytes: Predicted peak under its plan; where none fits, the least.
-        seconds: Predicted seconds under its plan; 0 where none fits.
-        loss: Measured KL(dense || candidate) in nats; -1 where it was not measured.
-        measured_slowdown: Its step in dense steps, timed in turns; 0 where it was not timed.
-        outcome: Its outcome, in words.
-        metric: Its metric, refined; None where it was not measured.
-    """
-
-    share: float
-    resource: str
-    parameters: int
-    keep_peak_bytes: int
-    peak_bytes: int
-    seconds: float
-    loss: float
-    measured_slowdown: float
-    outcome: str
-    metric: float | None = None
 
 
 @dataclass(frozen=True)
@@ -153,39 +122,14 @@ class BudgetFit(_Numbers):
         return not self.choices.factorized
 
     @property
-    def options(self) -> tuple[Considered, ...]:
-        """At most six of the candidates: the dense model, and those that no other beats in time and loss.
-
-        The chosen one is among them.
-        """
-        dense = [row for row in self.considered if row.resource == "dense"]
-        ends = [*dense, *(row for row in self.considered if row.outcome in _CHOSEN and row not in dense)]
-        rest = [row for row in self.considered if row not in ends and row.seconds and row.loss >= 0]
-        front = [row for row in rest if not any(self._beats(other, row) for other in (*ends, *rest) if other != row)]
-        shown = [*ends, *sorted(front, key=lambda row: row.loss)][:_MOST_OPTIONS]
-        return tuple(sorted(shown, key=lambda row: row.loss))
-
-    def _beats(self, one: Considered, other: Considered) -> bool:
-        return bool(one.seconds) and self._slowdown(one) <= self._slowdown(other) and one.loss <= other.loss
-
-    def _slowdown(self, row: Considered) -> float:
-        return row.measured_slowdown or row.seconds / self.dense_s
+    def options(self) -> tuple[Option, ...]:
+        """At most six candidates: the dense model, the chosen one, and those that none beats in time and loss."""
+        return options_of(self.considered, self.dense_s)
 
     def table(self) -> str:
         """The options with their costs, the chosen one marked."""
-        lines = aligned([_OPTION_HEAD, *map(self._cells, self.options)])
+        lines = aligned([OPTION_HEAD, *(option.cells() for option in self.options)])
         return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
-
-    def _cells(self, row: Considered) -> tuple[str, ...]:
-        dense = row.resource == "dense"
-        model = "dense" if dense else f"{row.share:.0%} of the {row.resource}"
-        if not row.seconds:
-            return "", model, f"{row.parameters:,}", f"at least {format_bytes(row.peak_bytes)}", "", "0"
-        source = "timed" if row.measured_slowdown else "predicted"
-        time = f"x{self._slowdown(row):.2f} {source}"
-        loss = "0" if dense else f"{row.loss:.4f}"
-        mark = ">" if row.outcome in _CHOSEN else ""
-        return mark, model, f"{row.parameters:,}", format_bytes(row.peak_bytes), time, loss
 
     def __str__(self) -> str:
         return "\n".join([str(self.report), "", self.table(), "", *self.sentences()])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ctdr_lightning.decomposition.trials.bench import Trial
-from ctdr_lightning.joint.budget_fit import Considered
+from ctdr_lightning.joint.considered import Considered
 from ctdr_lightning.joint.ladders import Rung
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.traces.trace import Trace

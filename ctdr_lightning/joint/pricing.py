@@ -150,6 +150,14 @@ class Pricer:
         """The same of a candidate whose step is recorded for real."""
         return self._account(self.recorded(model), model).whole
 
+    def planned(self, trace: Trace, peak_bytes: int | None = None, seconds: float | None = None) -> Plan:
+        """The fastest plan of a step within a peak, or the one of least peak within a time.
+
+        Raises:
+            InfeasibleBudgetError: If no plan has so small a peak.
+        """
+        return plan(trace, Budget(peak_bytes, seconds, PLANNING_S))
+
     def seconds(self, made: Plan) -> float:
         """Time of a step under a plan: the plan's own prediction, plus the tape's cost of seeing ops."""
         n_seen = _n_seen(made)
@@ -158,6 +166,14 @@ class Pricer:
     def tape_s(self, trace: Trace) -> float:
         """The most that the tape's seeing of ops costs under any plan of a step."""
         return self._tape_s_per_op * len(trace.forward_ops)
+
+    def slowdown(self, seconds: float) -> float:
+        """Time in steps of the dense model."""
+        return seconds / self.dense.seconds
+
+    def room_s(self, trace: Trace, slowdown: float) -> float:
+        """Longest time of a step's plan where it may take so many dense steps; at least the plain step's own."""
+        return max(slowdown * self.dense.seconds - self.tape_s(trace), trace.seconds)
 
     @cached_property
     def _tape_s_per_op(self) -> float:

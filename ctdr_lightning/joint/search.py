@@ -26,25 +26,21 @@ from torch import Tensor, nn
 
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.progress_bar import doing
-from ctdr_lightning.basics.units import format_bytes, format_roomy
+from ctdr_lightning.basics.units import format_bytes
 from ctdr_lightning.decomposition.choose.choices import Choices
 from ctdr_lightning.decomposition.trials.bench import Bench, Trial
 from ctdr_lightning.joint.allowance import Allowance
-from ctdr_lightning.joint.budget_fit import CLOCK_ERROR, Considered
+from ctdr_lightning.joint.budget_fit import CLOCK_ERROR
+from ctdr_lightning.joint.considered import Considered
 from ctdr_lightning.joint.ladders import DENSE, RESOURCES, SHARES, Ladders, Rung, between
 from ctdr_lightning.joint.priced_choice import Limits, PricedChoice
-from ctdr_lightning.joint.pricing import PLANNING_S, Pricer
+from ctdr_lightning.joint.pricing import Pricer
+from ctdr_lightning.joint.shortfall import PREDICTION_ERROR, Shortfall
 from ctdr_lightning.joint.turns import RealStep, in_turns
 from ctdr_lightning.joint.twins import twin_with, unmoved
 from ctdr_lightning.memory.bounds.lower_bound import floor_bytes
-from ctdr_lightning.memory.planner import plan
-from ctdr_lightning.memory.plans.budget import Budget
-from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.simulator.simulator import Simulator
-from ctdr_lightning.memory.traces.trace import Trace
 
-# Predicted times are wrong by up to 5 %: so far a candidate may miss the limit and still be tried by the clock.
-_PREDICTION_ERROR = 1.05
 # So much longer than wished a harmless cut may take, and the dense model where it is preferred. Not tuned.
 PATIENT = 1.25
 _ROOM = 1.02  # 2 % less memory is not worth a longer step
@@ -81,9 +77,7 @@ class JointSearch:
         self._bench, self._model, self._forward = bench, bench.model, forward
         self._pricer, self._note, self._ladders = pricer, note, Ladders(bench, hurried=pricer.is_long)
         self._limits, self._allowance, self._harmless = limits, allowance, harmless
-        self._limit_s = pricer.dense.seconds * limits.slowdown
-        self._least: PricedChoice | None = None
-        self._least_in_time: PricedChoice | None = None
+        self._shortfall = Shortfall(pricer)
         self._seen: list[object] = []
         self._looked: list[PricedChoice] = []
         self.considered: dict[tuple[float, str], Considered] = {}
@@ -124,7 +118,6 @@ class JointSearch:
     def _relax(self, slowdown: float) -> None:
         """Allow other steps: so many dense ones."""
         self._limits = replace(self._limits, slowdown=slowdown)
-        self._limit_s = self._pricer.dense.seconds * slowdown
         self._seen.clear()
 
     def given(self, choices: Choices) -> PricedChoice:
@@ -142,7 +135,7 @@ class JointSearch:
             found = self.judged(found, exact=True) if found.may_be else found
         found = self._tested(found) if found.may_be else found
         if not found.may_be:
-            self._least = found
+            self._shortfall.least = found
             raise self._infeasible()
         return self.keep(found.told(outcome="given"))
 
@@ -167,12 +160,12 @@ class JointSearch:
         floor = floor_bytes(found.trace)
         if budget is not None and floor > budget:
             return found.told(peak_bytes=floor, outcome=f"no plan goes below {format_bytes(floor)}")
-        if budget is None and found.trace.seconds > self._limit_s * _PREDICTION_ERROR:  # no plan makes it faster
+        if budget is None and self._takes_too_long(found.trace.seconds):  # no plan makes it faster
             return found.told(outcome=self._too_slow(found.trace.seconds))
-        seconds = None if budget is not None else self._room_s(found.trace)
+        seconds = None if budget is not None else self._pricer.room_s(found.trace, self._limits.slowdown)
         try:
             with doing("plan"):
-                made = plan(found.trace, Budget(budget, seconds, PLANNING_S))
+                made = self._pricer.planned(found.trace, budget, seconds)
         except InfeasibleBudgetError as error:
             least = error.least_peak_bytes
             return found.told(peak_bytes=least, outcome=f"no plan goes below {format_bytes(least)}")
@@ -181,19 +174,15 @@ class JointSearch:
     def _in_time(self, found: PricedChoice) -> PricedChoice:
         """The same, refused where its plan takes too long."""
         # without the tape's own time, which is known too badly to refuse by: the clock decides
-        if found.plan is not None and found.plan.seconds > self._limit_s * _PREDICTION_ERROR:
+        if found.plan is not None and self._takes_too_long(found.plan.seconds):
             return found.told(outcome=self._too_slow(found.plan.seconds))
         return found
 
-    def _room_s(self, trace: Trace) -> float:
-        """Longest allowed time of a plan; at least the plain step's own."""
-        return max(self._limit_s - self._pricer.tape_s(trace), trace.seconds)
-
     def _too_slow(self, seconds: float) -> str:
-        return f"too slow: {self._slowdown(seconds):.2f} dense steps expected"
+        return f"too slow: {self._pricer.slowdown(seconds):.2f} dense steps expected"
 
-    def _slowdown(self, seconds: float) -> float:
-        return seconds / self._pricer.dense.seconds
+    def _takes_too_long(self, seconds: float) -> bool:
+        return self._pricer.slowdown(seconds) > self._limits.slowdown * PREDICTION_ERROR
 
     def _ladder(self, resource: str) -> Iterator[PricedChoice]:
         """Candidates that keep to the limits as far as is known, by falling share."""
@@ -327,66 +316,15 @@ class JointSearch:
     def keep(self, found: PricedChoice) -> PricedChoice:
         """Note a candidate's record; those of least peak are held for the error."""
         self.considered[found.row.share, found.row.resource] = found.row
-        self._least = _lesser(self._least, found)
-        if found.trace.seconds <= self._limit_s * _PREDICTION_ERROR:
-            self._least_in_time = _lesser(self._least_in_time, found)
+        self._shortfall.note(found, self._limits)
         return found
 
     def _infeasible(self) -> InfeasibleBudgetError:
-        assert self._least is not None
-        found = self._least
+        found = self._shortfall.least
+        assert found is not None
         if found.row.loss == _UNKNOWN_LOSS:
-            found = self.keep(found.told(loss=self._exact(found.rung).divergence))
-        least = self._thriftiest(found, math.inf)
-        wanted = format_bytes(self._limits.peak_bytes) if self._limits.peak_bytes else "the loss and the time allowed"
-        return InfeasibleBudgetError(
-            f"No ranks and plan fit {wanted}{self._within()}: the least peak found is "
-            f"{format_bytes(least.peak_bytes)} in x{self._slowdown(self._pricer.seconds(least)):.2f}, at "
-            f"{found.row.share:.0%} of the {found.row.resource}, where the outputs' KL is {found.row.loss:.4f} nats.",
-            self._allowance.remedy() or self._remedy(least),
-            least_peak_bytes=least.peak_bytes,
-        )
-
-    def _within(self) -> str:
-        slowdown = self._limits.slowdown
-        return f" within x{slowdown:g} of the dense step's time" if math.isfinite(slowdown) else ""
-
-    @doing("plan")
-    def _thriftiest(self, found: PricedChoice, seconds: float) -> Plan:
-        """A candidate's plan of least peak within a time: its row may name a floor, which no plan reaches."""
-        return plan(found.trace, Budget(None, seconds, PLANNING_S))
-
-    def _thriftiest_in_time(self) -> Plan | None:
-        found = self._least_in_time
-        return self._thriftiest(found, self._room_s(found.trace)) if found is not None else None
-
-    def _remedy(self, least: Plan) -> str:
-        """The time or memory that is enough, given a plan of least peak that may take long."""
-        limit = self._limits.peak_bytes
-        if limit is None:
-            return f"Raise max_slowdown to {_allowing(self._slowdown(least.trace.seconds))}."
-        in_time = self._pricer.seconds(least) <= self._limit_s  # a second search might end with less, by the clock
-        within = least if in_time else self._thriftiest_in_time()
-        enough = format_roomy(within.peak_bytes) if within and within.peak_bytes > limit else None
-        fitting = [row for row in self.considered.values() if row.seconds]
-        if fitting:
-            best = min(fitting, key=lambda row: row.seconds)
-            slowdown = max(best.measured_slowdown, self._slowdown(best.seconds))
-            more = f", or memory_budget to {enough}" if enough else ""
-            return f"It fits at x{slowdown:.2f}: raise max_slowdown to {_allowing(slowdown)}{more}."
-        ways = [enough] if enough else []
-        if not within or _ROOM * least.peak_bytes < within.peak_bytes:
-            longer = _allowing(self._slowdown(self._pricer.seconds(least)))
-            ways.append(f"{format_roomy(least.peak_bytes)} with max_slowdown {longer}")
-        return f"Raise memory_budget to {', or to '.join(ways)}, or use a smaller batch."
-
-
-def _lesser(held: PricedChoice | None, found: PricedChoice) -> PricedChoice:
-    return found if held is None or found.row.peak_bytes <= held.row.peak_bytes else held
-
-
-def _allowing(slowdown: float) -> str:
-    return f"{slowdown + CLOCK_ERROR - 1:.2f}"
+            self.keep(found.told(loss=self._exact(found.rung).divergence))
+        return self._shortfall.error(self._limits, self.considered.values(), self._allowance.remedy())
 
 
 def _while_falling(ladder: Iterator[PricedChoice]) -> Iterator[PricedChoice]:

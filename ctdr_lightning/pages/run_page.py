@@ -13,6 +13,7 @@ from ctdr_lightning.pages.charts import Axis, Curve, Format, line_chart
 from ctdr_lightning.pages.layer_section import layer_section, owner_of
 from ctdr_lightning.pages.markup import Markup, element, filled_columns, table
 from ctdr_lightning.pages.memory_section import memory_section
+from ctdr_lightning.pages.option_section import option_section
 from ctdr_lightning.pages.page import facts, page, section
 from ctdr_lightning.pages.run_record import RunRecord
 
@@ -47,6 +48,7 @@ def run_page(parts: RunParts) -> str:
     sections: list[Markup | None] = [facts(_headline(parts))]
     if record.events:
         sections.append(section("Events", element("ul", *(element("li", text) for text in record.events))))
+    sections.append(option_section(record.options))
     if plan is not None:
         sections.append(memory_section(timelines_of(parts), owner, plan.budget_bytes))
     sections.append(layer_section(record.layers, plan, _at_peaks(parts, owner)))

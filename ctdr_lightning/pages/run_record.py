@@ -12,6 +12,7 @@ from ctdr_lightning.basics.documents import parse_document, plain_of, read_recor
 from ctdr_lightning.basics.errors import CheckpointError
 from ctdr_lightning.basics.files import write_text
 from ctdr_lightning.decomposition import LayerReport, Report
+from ctdr_lightning.joint.considered import Option
 
 RUN_VERSION = 2
 
@@ -29,6 +30,7 @@ class RunRecord:
         layers: One row a layer.
         history: One entry a log point: ``epoch``, ``step``, and numbers by name.
         events: Events and warnings, as sentences in order.
+        options: The ways to train under the budget that were looked at; none where none were.
 
     Example:
         >>> RunRecord.from_json(RunRecord("mine").to_json()) == RunRecord("mine")
@@ -43,6 +45,7 @@ class RunRecord:
     layers: tuple[LayerReport, ...] = ()
     history: tuple[Mapping[str, float], ...] = ()
     events: tuple[str, ...] = ()
+    options: tuple[Option, ...] = ()
 
     def series(self, name: str, over: str = "epoch") -> tuple[list[float], list[float]]:
         """The values of a number over epochs or steps; the last one where several fall together."""
@@ -100,6 +103,7 @@ class RunRecord:
                 layers=tuple(read_record(LayerReport, row) for row in data["layers"]),
                 history=tuple(finite(entry) for entry in data["history"]),
                 events=tuple(map(str, data["events"])),
+                options=tuple(read_record(Option, row) for row in data["options"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"This run's record is damaged: {error!r}.", "Run it again.") from error

@@ -7,7 +7,8 @@ import pytest
 
 from ctdr_lightning import BudgetFit, fit_to_budget
 from ctdr_lightning.basics.errors import CheckpointError
-from ctdr_lightning.joint.budget_fit import Considered, MetricChange
+from ctdr_lightning.joint.budget_fit import MetricChange
+from ctdr_lightning.joint.considered import Considered
 from tests.joint import parts
 
 pytestmark = pytest.mark.usefixtures("short_thoughts")
@@ -60,7 +61,8 @@ def test_its_options_are_the_dense_model_the_chosen_one_and_what_none_beats_in_t
     slower, faster = row(0.75, "parameters", 1.1, 0.002), row(0.25, "parameters", 0.7, 0.3)
     unfit = row(0.33, "parameters", 0.0, 0.001, "no plan goes below 100 B", seconds=0.0)
     found = replace(fit, considered=(dense, beaten, slower, chosen, untried, unfit, faster), dense_s=1.0)
-    assert found.options == (dense, slower, chosen, faster)
+    assert [option.slowdown for option in found.options] == [1.4, 1.1, 0.9, 0.7]
+    assert [option.is_chosen for option in found.options] == [False, False, True, False]
     lines = found.table().splitlines()
     assert [line.split()[0] for line in lines[2:6]] == ["dense", "75%", ">", "25%"]
     assert lines[2].split() == ["dense", "1,000", "90", "B", "x1.40", "timed", "0"]
@@ -72,8 +74,8 @@ def test_its_options_are_six_at_most_and_say_what_is_predicted_and_what_no_plan_
     dense = row(1.0, "dense", 0.0, 0.0, "no plan goes below 500 B", seconds=0.0, peak=500)
     found = replace(fit, considered=(dense, *many, row(0.1, "seconds", 0.3, 0.5, "chosen")), dense_s=1.0)
     assert len(found.options) == 6
-    assert found.options[0] == dense
-    assert found.options[-1].outcome == "chosen"
+    assert (found.options[0].model, found.options[0].slowdown) == ("dense", 0.0)
+    assert found.options[-1].is_chosen
     lines = found.table().splitlines()
     assert lines[2].split() == ["dense", "1,000", "at", "least", "500", "B", "0"]
     assert "x0.89 predicted" in lines[3]

@@ -5,7 +5,7 @@ import pytest
 from ctdr_lightning import fit_to_budget
 from ctdr_lightning.decomposition.trials.bench import Bench
 from ctdr_lightning.joint import pricing, search
-from ctdr_lightning.joint.budget_fit import Considered
+from ctdr_lightning.joint.considered import Considered
 from ctdr_lightning.joint.ladders import DENSE
 from ctdr_lightning.joint.priced_choice import PricedChoice
 from tests.joint import parts
@@ -26,8 +26,7 @@ def test_a_ladder_is_left_where_peaks_rise_twice_and_goes_on_from_there():
 def test_without_a_budget_few_candidates_are_tried(monkeypatch, max_loss):
     tried, trial = [], Bench.trial
     monkeypatch.setattr(Bench, "trial", lambda self, *args: tried.append(args) or trial(self, *args))
-    for module in (pricing, search):
-        monkeypatch.setattr(module, "PLANNING_S", 0.1)
+    monkeypatch.setattr(pricing, "PLANNING_S", 0.1)
     fit = fit_to_budget(
         parts.network(), parts.step, parts.batches(), max_loss=max_loss, max_slowdown=50.0, progress=False
     )

@@ -7,7 +7,7 @@ import pytest
 from ctdr_lightning import fit_to_budget, plan
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.decomposition import Bench, FactorizedLayer
-from ctdr_lightning.joint import for_budget, search
+from ctdr_lightning.joint import for_budget, search, shortfall
 from ctdr_lightning.joint.allowance import AllowedLoss
 from ctdr_lightning.joint.turns import Turns
 from tests.joint import parts
@@ -68,13 +68,13 @@ def test_where_nothing_fits_within_the_wish_the_time_gives_way_and_not_the_run(b
 
 
 def test_what_nothing_fits_is_refused_without_a_word_on_time(monkeypatch):
-    thriftiest, n_asked = search.JointSearch._thriftiest, count()
+    thriftiest, n_asked = shortfall.Shortfall._thriftiest, count()
 
     def interrupted(self, found, seconds):
         """On a slow machine a second search may end with less than the first."""
         return plan(found.trace, policy="keep") if next(n_asked) else thriftiest(self, found, seconds)
 
-    monkeypatch.setattr(search.JointSearch, "_thriftiest", interrupted)
+    monkeypatch.setattr(shortfall.Shortfall, "_thriftiest", interrupted)
     with pytest.raises(InfeasibleBudgetError, match="No ranks and plan fit 100 B: the least peak found is") as error:
         chosen(100)
     assert "max_slowdown" not in str(error.value)

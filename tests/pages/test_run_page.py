@@ -8,6 +8,7 @@ import pytest
 
 from ctdr_lightning import simulate
 from ctdr_lightning.basics.units import format_bytes
+from ctdr_lightning.joint.considered import Option
 from ctdr_lightning.pages.charts import HEIGHT, WIDTH, Axis, Dot, scatter
 from ctdr_lightning.pages.layer_section import layer_section
 from ctdr_lightning.pages.run_page import RunParts, run_page
@@ -140,6 +141,21 @@ def test_a_run_that_measured_nothing_has_no_columns_for_it(parts):
     assert "predicted" in heads
     assert not {"measured", "measured / predicted"} & set(heads)
     assert "A measured time" not in text
+
+
+def test_the_options_of_a_choice_are_a_table_and_a_picture_of_those_that_fit(parts):
+    options = (
+        Option("dense", 1000, 2**21, 1.25, True, 0.0, True),
+        Option("50% of the seconds", 500, 2**20, 0.75, False, 0.5, False),
+        Option("75% of the seconds", 750, 2**22, 0.0, False, 0.25, False),
+    )
+    read = Reader(run_page(RunParts(replace(parts.record, options=options), parts.plan)))
+    cells = read.text("td")
+    at = cells.index("dense")
+    assert cells[at : at + 6] == ["dense", "1,000", "2.0 MiB", "x1.25 timed", "0", "chosen"]
+    assert {"x0.75 predicted", "at least 4.0 MiB", "no plan fits"} <= set(cells)
+    assert [dot["class"] for dot in read.all("circle", "dot") if dot["r"] == "6"] == ["dot c1", "dot c0"]
+    assert "Options under the budget" not in run_page(RunParts(parts.record, parts.plan))
 
 
 def test_a_run_without_a_plan_or_layers_has_a_page(parts):

@@ -23,8 +23,8 @@ FLOORS = (
     "memory.traces", "memory.simulator", "memory.allocator", "memory.plans",
     "memory.bounds", "memory.search", "memory.policies",
     "memory.planner", "memory.account",
-    "memory.values", "memory.codecs", "memory.holders", "memory.tape", "memory.recorder", "memory",
-    "pages", "joint", "recovery",
+    "memory.values", "memory.codecs", "memory.holders", "memory.tape", "memory.recorder", "memory.guide", "memory",
+    "joint", "pages", "recovery",
     "trainer", "trainer.accuracy", "trainer.training_step", "trainer.reports", "trainer.fit_run",
     "callback", "command_line", "cli",
 )  # fmt: skip

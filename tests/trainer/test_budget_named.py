@@ -13,7 +13,7 @@ from ctdr_lightning import CTDRCallback, Memory, Ranks
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.units import parse_bytes
 from ctdr_lightning.cli import main
-from ctdr_lightning.joint import pricing, search
+from ctdr_lightning.joint import pricing
 from ctdr_lightning.memory import Prepared, max_batch, plan, record_fake
 from tests import parts
 
@@ -181,8 +181,7 @@ def test_the_largest_batch():
 
 @pytest.mark.parametrize("budget", [1000, pytest.param("150KiB", marks=pytest.mark.slow)])
 def test_rank_auto(monkeypatch, budget):
-    for module in (pricing, search):
-        monkeypatch.setattr(module, "PLANNING_S", 0.1)
+    monkeypatch.setattr(pricing, "PLANNING_S", 0.1)
 
     def run(asked):
         callback = CTDRCallback(

@@ -11,7 +11,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from ctdr_lightning import CTDRCallback, Recovery
-from ctdr_lightning.joint import pricing, search
+from ctdr_lightning.joint import pricing
 from ctdr_lightning.recovery import Phase
 from tests import forks, parts
 
@@ -20,8 +20,7 @@ N_BATCHES, STEPS = 5, (1, 3, 4, 7)
 
 @pytest.fixture(autouse=True)
 def short_thoughts(monkeypatch):
-    for module in (pricing, search):
-        monkeypatch.setattr(module, "PLANNING_S", 0.1)
+    monkeypatch.setattr(pricing, "PLANNING_S", 0.1)
 
 
 def numbered(count=20, seed=0):

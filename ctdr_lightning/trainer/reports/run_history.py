@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ctdr_lightning.decomposition import Report
+from ctdr_lightning.joint.considered import Option
 from ctdr_lightning.memory import Plan
 from ctdr_lightning.pages.run_page import RunParts
 from ctdr_lightning.pages.run_record import RunRecord, finite, layer_rows
@@ -37,13 +38,16 @@ class RunHistory:
         """Keep a sentence."""
         self._events.append(event)
 
-    def parts(self, name: str, report: Report | None, plan: Plan | None, **sizes: int) -> RunParts:
+    def parts(
+        self, name: str, report: Report | None, plan: Plan | None, options: tuple[Option, ...], **sizes: int
+    ) -> RunParts:
         """The run in the form of a page.
 
         Args:
             name: Of the run.
             report: The decomposition; None without one.
             plan: The memory plan; None if there is none.
+            options: Of the choice of ranks.
             sizes: ``parameters_before``, ``parameters_after`` and ``dense_peak_bytes`` of the record.
         """
         record = RunRecord(
@@ -53,5 +57,6 @@ class RunHistory:
             layers=layer_rows(report),
             history=tuple(self._entries),
             events=tuple(self._events),
+            options=options,
         )
         return RunParts(record, plan)

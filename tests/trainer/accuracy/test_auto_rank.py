@@ -7,7 +7,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from ctdr_lightning import CTDRCallback, Ranks
 from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError
 from ctdr_lightning.decomposition import Choices, FactorizedLayer
-from ctdr_lightning.joint import pricing, search
+from ctdr_lightning.joint import pricing
 from ctdr_lightning.trainer.groups import grouped
 from ctdr_lightning.trainer.modules import SMALL_ELEMENTS
 from tests import forks, parts
@@ -17,8 +17,7 @@ BUDGET = 800_000
 
 @pytest.fixture(autouse=True)
 def short_thoughts(monkeypatch):
-    for module in (pricing, search):
-        monkeypatch.setattr(module, "PLANNING_S", 0.1)
+    monkeypatch.setattr(pricing, "PLANNING_S", 0.1)
 
 
 def automatic(budget=BUDGET, **options):

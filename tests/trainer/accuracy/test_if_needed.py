@@ -22,8 +22,7 @@ ROOM = "1GiB"
 
 @pytest.fixture(autouse=True)
 def short_thoughts(monkeypatch):
-    for module in (pricing, search):
-        monkeypatch.setattr(module, "PLANNING_S", 0.1)
+    monkeypatch.setattr(pricing, "PLANNING_S", 0.1)
 
 
 @pytest.fixture
@@ -36,7 +35,7 @@ def plans_take(monkeypatch):
             return Turns(1.0, 0.5, 0.5) if cut else Turns(1.0, slowdown, slowdown)
 
         monkeypatch.setattr(search, "in_turns", in_turns)
-        monkeypatch.setattr(search, "_PREDICTION_ERROR", 1e9)  # predictions come from this machine's clock
+        monkeypatch.setattr(search, "PREDICTION_ERROR", 1e9)  # predictions come from this machine's clock
 
     return take
 
@@ -91,8 +90,8 @@ def test_a_harmless_cut_takes_the_place_of_an_exact_plan_of_over_a_quarter_more_
     assert n_factorized(chosen) == len(made.fit.choices.factorized)
     assert made.fit.is_dense is not cut
     assert made.fit.measured_slowdown == (0.5 if cut else slowdown)
-    assert made.fit.options[0].resource == "dense"
-    assert sum(row.outcome == "chosen" for row in made.fit.options) == 1
+    assert made.fit.options[0].model == "dense"
+    assert sum(option.is_chosen for option in made.fit.options) == 1
 
 
 def test_an_untrained_network_is_not_cut_however_slow_the_exact_plan(bounds, plans_take):
