@@ -105,8 +105,6 @@ class CallbackOptions(Ranks, Memory):
             raise ConfigError('rank="auto" needs data.', 'Write data="train", or a share such as rank=0.5.')
         if self.max_loss is not None and not self.fits_budget:
             raise ConfigError(f"max_loss={self.max_loss} bounds the choice of ranks.", 'Write rank="auto" beside it.')
-        if self.metric is not None and not self.fits_budget:
-            raise ConfigError("metric only defines max_loss in the choice of ranks.", 'Write rank="auto" beside it.')
 
     def places(self) -> Places:
         """Places and codecs for saved tensors.

@@ -16,7 +16,7 @@ from ctdr_lightning.memory import plan, record_fake
 from ctdr_lightning.trainer.groups import grouped
 from tests import parts
 
-ASKED = re.compile(r"CTDRCallback\(\.\.\., (\w+)='(\w+)'\), with which it takes ([\d.]+ \w+)")
+ASKED = re.compile(r"memory=Memory\(\.\.\., (\w+)='(\w+)'\), with which it takes ([\d.]+ \w+)")
 WIDTH = 256
 
 

@@ -160,8 +160,8 @@ def test_a_metric_that_fails_stops_before_training():
         metric_fit(MulticlassAccuracy(3))
     with pytest.raises(ConfigError, match="without max_loss"):
         automatic(metric=MulticlassAccuracy(4))
-    with pytest.raises(ConfigError, match="metric only defines max_loss"):
-        CTDRCallback(rank=0.5, ranks=Ranks(metric=MulticlassAccuracy(4)))
+    with pytest.raises(ConfigError, match=r"max_loss=0\.1 bounds the choice of ranks"):
+        CTDRCallback(rank=0.5, ranks=Ranks(max_loss=0.1, metric=MulticlassAccuracy(4)))
 
 
 @pytest.mark.slow

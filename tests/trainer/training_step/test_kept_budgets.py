@@ -1,7 +1,5 @@
 """Budgets kept where facts may be wrong: an optimizer's closures, steps after a warm-up, what a retry holds."""
 
-import re
-
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -10,39 +8,12 @@ from torch.utils.data import DataLoader
 
 from ctdr_lightning import CTDRCallback, Memory
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
-from ctdr_lightning.basics.units import parse_bytes
-from ctdr_lightning.memory.values.live_bytes import PeakMeter
 from ctdr_lightning.trainer.reports.event_words import words_of
 from ctdr_lightning.trainer.training_step.surprises import Surprises
 from tests import parts
+from tests.trainer.true_peaks import Peaks, named
 
 WIDTH, BATCH, N_BATCHES = 32, 256, 6
-
-
-def tensors_in(thing):
-    if isinstance(thing, torch.Tensor):
-        yield thing
-    elif isinstance(thing, dict | list | tuple):
-        for each in thing.values() if isinstance(thing, dict) else thing:
-            yield from tensors_in(each)
-
-
-class Peaks(Callback):
-    """Each batch's true peak, counted apart from the engine: what stands before it, and all that is made meanwhile."""
-
-    def __init__(self):
-        self.bytes = []
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.standing = sum(t.nbytes for t in (*pl_module.parameters(), *pl_module.buffers(), *tensors_in(batch)))
-        self.meter = PeakMeter()
-        self.meter.__enter__()
-        self.meter.live.track([p.grad for p in pl_module.parameters() if p.grad is not None])
-        self.meter.live.track(list(tensors_in([list(o.state.values()) for o in trainer.optimizers])))
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.meter.__exit__(None, None, None)
-        self.bytes.append(self.standing + self.meter.live.peak)
 
 
 class Deep(LightningModule):
@@ -124,12 +95,6 @@ def train(kind, *callbacks, log_every_n_steps=50):
 def measured(kind, *callbacks):
     peaks = Peaks()
     return train(kind, *callbacks, peaks), peaks.bytes
-
-
-def named(error):
-    found = re.search(r"[Rr]aise memory_budget to ([\d.]+ \w+)", error.hint)
-    assert found, error.hint
-    return parse_bytes(found[1])
 
 
 def budget_asked(kind):
