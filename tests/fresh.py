@@ -162,6 +162,11 @@ def actions() -> None:
     assert ctdr.simulate(recorded, some).peak_bytes
 
 
+def groups() -> None:
+    given = {"ranks": ctdr.Ranks(method="svd"), "memory": ctdr.Memory(sub_batches=2)}
+    assert ctdr.CTDRCallback("1GiB", 0.5, **given).options.sub_batches == 2
+
+
 USES: dict[str, Callable[[], object]] = {
     **dict.fromkeys(("Action", "KEEP", "RECOMPUTE", "RECOMPUTE_EACH"), actions),
     **dict.fromkeys(("BudgetFit", "fit_to_budget"), fit_to_budget),
@@ -169,6 +174,7 @@ USES: dict[str, Callable[[], object]] = {
     **dict.fromkeys(("Budget", "POLICIES"), each_policy),
     **dict.fromkeys(("Choices", "Report", "decompose"), decompose),
     **dict.fromkeys(("LargestBatch", "max_batch"), largest),
+    **dict.fromkeys(("Memory", "Ranks"), groups),
     **dict.fromkeys(("Plan", "Trace"), saved),
     **dict.fromkeys(("Prepared", "Simulator", "Timeline", "simulate"), simulated),
     "Recorder": lambda: under_fake(recorder),
