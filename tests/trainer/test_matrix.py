@@ -269,13 +269,13 @@ def test_lightning_cli_with_the_callback_in_yaml(tmp_path, monkeypatch):
 
 def test_lightning_cli_sets_fields_of_a_group(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    given = {"memory_budget": "8GiB", "memory.sub_batches": "auto", "memory.over_budget": "raise", "ranks.data": "null"}
+    given = {"memory_budget": "8GiB", "memory.sub_batches": "auto", "memory.over_budget": "raise", "ranks.method": "svd"}
     args = [f"--trainer.callbacks.{name}={value}" for name, value in given.items()]
     args = ["--trainer.accelerator=cpu", "--trainer.callbacks+=ctdr_lightning.CTDRCallback", *args]
     cli = LightningCLI(parts.Blobs, run=False, args=args, save_config_callback=None)
     options = next(c for c in cli.trainer.callbacks if isinstance(c, CTDRCallback)).options
     assert (options.memory_budget, options.sub_batches) == ("8GiB", "auto")
-    assert (options.over_budget, options.data) == ("raise", None)
+    assert (options.over_budget, options.method) == ("raise", "svd")
 
 
 def test_16_mixed_runs_where_the_cpu_has_it_or_lightning_says_why_not():
