@@ -269,7 +269,12 @@ def test_lightning_cli_with_the_callback_in_yaml(tmp_path, monkeypatch):
 
 def test_lightning_cli_sets_fields_of_a_group(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    given = {"memory_budget": "8GiB", "memory.sub_batches": "auto", "memory.over_budget": "raise", "ranks.method": "svd"}
+    given = {
+        "memory_budget": "8GiB",
+        "memory.sub_batches": "auto",
+        "memory.over_budget": "raise",
+        "ranks.method": "svd",
+    }
     args = [f"--trainer.callbacks.{name}={value}" for name, value in given.items()]
     args = ["--trainer.accelerator=cpu", "--trainer.callbacks+=ctdr_lightning.CTDRCallback", *args]
     cli = LightningCLI(parts.Blobs, run=False, args=args, save_config_callback=None)
