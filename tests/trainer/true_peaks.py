@@ -21,9 +21,10 @@ class Peaks(Callback):
     """Each batch's true peak, counted apart from the engine: what stands before it, and all that is made meanwhile."""
 
     def __init__(self):
-        self.bytes = []
+        self.bytes, self.meter = [], None
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.leave()  # a batch may end the epoch before it runs
         self.standing = sum(t.nbytes for t in (*pl_module.parameters(), *pl_module.buffers(), *tensors_in(batch)))
         self.meter = PeakMeter()
         self.meter.__enter__()
@@ -31,8 +32,19 @@ class Peaks(Callback):
         self.meter.live.track(list(tensors_in([list(o.state.values()) for o in trainer.optimizers])))
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.meter.__exit__(None, None, None)
         self.bytes.append(self.standing + self.meter.live.peak)
+        self.leave()
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.leave()
+
+    def on_exception(self, trainer, pl_module, exception):
+        self.leave()
+
+    def leave(self):
+        meter, self.meter = self.meter, None
+        if meter is not None:
+            meter.__exit__(None, None, None)
 
 
 def named(error):

@@ -195,7 +195,7 @@ def test_the_error_names_it_and_the_budget_holds_with_it():
     with pytest.raises(InfeasibleBudgetError) as caught:
         fit(Deep(), memory_budget=budget, loader=large(), max_epochs=1)
     named = re.search(
-        r"CTDRCallback\(\.\.\., sub_batches='auto'\), with which it takes ([\d.]+ MiB) in (\d+)", str(caught.value)
+        r"memory=Memory\(\.\.\., sub_batches='auto'\), with which it takes ([\d.]+ MiB) in (\d+)", str(caught.value)
     )
     assert named, caught.value
     peak = TruePeak()
