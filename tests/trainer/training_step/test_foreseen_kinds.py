@@ -83,12 +83,11 @@ class Kinds(Peaks):
         self.ours, self.rows = callback, []
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        n_bytes = self.standing + self.meter.live.peak
-        self.leave()
+        self.meter.__exit__(None, None, None)
         session = self.ours.run.memory.session if self.ours is not None else None
         planned = session.plan.peak_bytes if session is not None and session.plan is not None else 0
         guided = session is not None and session.guided
-        self.rows.append((n_bytes, guided, planned))
+        self.rows.append((self.standing + self.meter.live.peak, guided, planned))
 
 
 def train(kind, data, *callbacks):
