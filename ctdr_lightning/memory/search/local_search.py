@@ -155,6 +155,7 @@ class LocalSearch:
             in_vain += 1
             self._moves.load(self.frontier.least.state)
             self._kick()
+            self._note()  # it may be below ``lower`` at once: without the note that is found again and again
 
     def _settle(self, depth_bytes: int, limit_bytes: int) -> bool:
         self._descend(depth_bytes)

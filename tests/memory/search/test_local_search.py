@@ -1,6 +1,6 @@
 """The search against every plan there is, on graphs small enough; and its own promises on larger ones."""
 
-from itertools import product
+from itertools import count, product
 
 import pytest
 
@@ -78,6 +78,22 @@ def test_it_stops_when_it_is_told_to():
     trace = graph_trace(residual(6))
     search = searched(trace, 1, limit_s=0.0)
     assert [point.seconds for point in search.frontier] == [trace.seconds]
+
+
+def test_deepening_ends_where_a_random_change_is_small_enough_at_once(monkeypatch):
+    trace, n_descents = graph_trace(residual(12)), count()
+    small = searched(trace, int(0.8 * simulate(trace).peak_bytes)).frontier.least
+
+    def changes_nothing(self, limit):
+        assert next(n_descents) < 1000
+        return self._simulator.peak_bytes <= limit
+
+    monkeypatch.setattr(LocalSearch, "_descend", changes_nothing)
+    monkeypatch.setattr(LocalSearch, "_kick", lambda self: self._moves.load(small.state))
+    search = LocalSearch(trace)
+    assert small.peak_bytes < search.frontier.least.peak_bytes
+    search.deepen(lambda point: False)
+    assert search.frontier.least == small
 
 
 def test_deepening_goes_below_what_was_found():
