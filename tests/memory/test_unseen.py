@@ -30,6 +30,7 @@ from ctdr_lightning.trainer.groups import grouped
 from ctdr_lightning.trainer.reports.event_words import words_of
 from tests.memory.harness import Bench, everything_dropped, planned, random_actions
 from tests.memory.holders.doubles import late_holders
+from tests.memory.in_a_trainer import trained
 from tests.memory.leaks import assert_nothing_is_installed
 from tests.memory.unseen_steps import PICTURES, UNSEEN, Convs
 from tests.parts import fit
@@ -196,41 +197,13 @@ def test_in_a_session_under_a_budget(name):
 # -- a Trainer with the shortest line ----------------------------------------------------------------------------------
 
 
-class Unseen(LightningModule):
-    """A step of the table as a LightningModule."""
-
-    def __init__(self, net, step):
-        super().__init__()
-        self.net, self.step = net, step
-        self.losses = []
-
-    def training_step(self, batch, batch_idx):
-        loss = self.step(self.net)
-        self.losses.append(loss.detach().clone())
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-
-def trained(make, *callbacks):
-    """Everything that four steps of a Trainer leave behind."""
-    torch.manual_seed(0)
-    module = Unseen(*make())
-    torch.manual_seed(1)
-    batches = DataLoader(torch.zeros(4, 1), 1)
-    fit(module, *callbacks, data=(batches, None), max_epochs=1, limit_val_batches=0)
-    left = {n: t.detach().clone() for n, t in module.state_dict().items()}
-    return left | {f"loss {i}": loss for i, loss in enumerate(module.losses)} | {"rng": torch.get_rng_state()}
-
-
 def trained_within(make, **options):
     """The same under the least budget that the shortest line takes."""
     budget = 1
     for _ in range(5):
         callback = CTDRCallback(rank=None, memory_budget=budget, verbose=False, **grouped(options))
         try:
-            return trained(make, callback), callback
+            return trained(make, 4, callback), callback
         except InfeasibleBudgetError as error:
             budget = int(error.least_peak_bytes * 1.02)
     raise AssertionError("no budget is enough")
@@ -244,7 +217,7 @@ WITH_A_LOSS_ALONE = [name for name in UNSEEN if len(UNSEEN[name]()) == 2]
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_A_LOSS_ALONE)
 def test_in_a_trainer_with_the_shortest_line(name):
-    want = trained(UNSEEN[name])
+    want = trained(UNSEEN[name], 4)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="CTDR")
         try:

@@ -10,8 +10,8 @@ from ctdr_lightning import CTDRCallback
 from ctdr_lightning.memory.guide.events import Differed
 from ctdr_lightning.memory.guide.step_guide import MOST_KINDS, MOST_OPS
 from ctdr_lightning.memory.many_shapes import MOST_REMEMBERED
-from ctdr_lightning.memory.values.live_bytes import PeakMeter
 from tests import parts
+from tests.trainer.true_peaks import Peaks
 
 WIDTH, VOCABULARY, BATCH = 32, 32, 4
 
@@ -38,32 +38,26 @@ class Words(LightningModule):
         return torch.optim.Adam(self.parameters(), 1e-3)
 
 
-class Peaks(Callback):
-    """Counts each batch's true peak by itself: what stands before it, and what is made until the optimizer is done."""
+class PeaksByLength(Peaks):
+    """The highest peak of the batches of each length."""
 
     def __init__(self):
-        self.bytes = {}
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        state = [v for entry in trainer.optimizers[0].state.values() for v in entry.values()]
-        self.standing = sum(t.nbytes for t in (*pl_module.parameters(), *pl_module.buffers(), *state, batch))
-        self.meter = PeakMeter()
-        self.meter.__enter__()
-        self.meter.live.track([p.grad for p in pl_module.parameters() if p.grad is not None])
+        super().__init__()
+        self.by_length = {}
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.meter.__exit__(None, None, None)
-        length, found = batch.shape[1], self.standing + self.meter.live.peak
-        self.bytes[length] = max(self.bytes.get(length, 0), found)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        length = batch.shape[1]
+        self.by_length[length] = max(self.by_length.get(length, 0), self.bytes[-1])
 
 
 def train(lengths, *callbacks):
     parts.seed_everything(0, verbose=False)
-    module, peaks = Words(), Peaks()
+    module, peaks = Words(), PeaksByLength()
     batches = [torch.randint(VOCABULARY, (BATCH, length)) for length in lengths]
     data = DataLoader(batches, batch_size=None, shuffle=False), None
     parts.fit(module, *callbacks, peaks, data=data, max_epochs=2, log_every_n_steps=50)
-    return module, peaks.bytes
+    return module, peaks.by_length
 
 
 def shuffled(lengths):
