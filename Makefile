@@ -56,7 +56,7 @@ $(VENV)/.for-demo: $(MADE_FROM)
 # torchvision and timm go without their dependencies, which are here already (resolving them anew may replace torch), and
 # into a folder that only pytest looks into: a torchvision that does not match torch breaks every `import lightning`.
 $(VENV)/.for-tests: $(VENV)/.for-demo
-	$(PIP) -e '.[recipes,slurm,dev]' transformers
+	$(PIP) -e '.[recipes,slurm,optuna,dev]' transformers
 	$(PIP) --no-deps --target $(VENV)/models torchvision timm
 	@touch $@
 

@@ -47,6 +47,18 @@ def parse_document(source: str | Path, kind: str, version: int) -> dict[str, Any
     return data
 
 
+def damaged(what: str, error: Exception, hint: str) -> CheckpointError:
+    """The error for a document whose entries do not fit together.
+
+    Args:
+        what: The kind of document.
+        error: What reading it raised; the words of a ValueError are ours.
+        hint: What to do.
+    """
+    said = f"it has no entry {error}" if isinstance(error, KeyError) else f"{error!r}"
+    return CheckpointError(f"This {what} is damaged: {error if isinstance(error, ValueError) else said}.", hint)
+
+
 def _what_it_is(data: Any) -> str:
     if not isinstance(data, dict):
         return f"a {type(data).__name__}"

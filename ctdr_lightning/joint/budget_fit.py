@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ctdr_lightning.basics.columns import aligned
-from ctdr_lightning.basics.documents import parse_document, plain_of, read_record
-from ctdr_lightning.basics.errors import CheckpointError, ConfigError
+from ctdr_lightning.basics.documents import damaged, parse_document, plain_of, read_record
+from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.files import write_text
 from ctdr_lightning.basics.units import format_bytes, format_seconds
 from ctdr_lightning.decomposition.choose.choices import Choices
@@ -202,7 +202,7 @@ class BudgetFit(_Numbers):
                 **asdict(read_record(_Numbers, rest)),
             )
         except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
-            raise CheckpointError(f"This budget fit is damaged: {error!r}.", "Choose again.") from error
+            raise damaged("budget fit", error, "Choose again.") from error
 
 
 def _counted(n: int, what: str) -> str:

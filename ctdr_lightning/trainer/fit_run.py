@@ -187,7 +187,7 @@ class FitRun:
         self.monitor.start()
 
     def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Cut, roll back, or change phase."""
+        """Cut, roll back, or change phase; count the weights anew, to which pruning adds its masks between epochs."""
         self.randomness.epoch_start(trainer)
         if self.coach is not None:
             self.steps.release()
@@ -195,6 +195,8 @@ class FitRun:
             self.in_backward.release()
             self.coach.epoch_start(trainer, module)
             self._attach(trainer, module)
+        elif not has_compiled_step(module):
+            self.memory.prepare(trainer, module)
 
     def _attach(self, trainer: Trainer, module: LightningModule) -> None:
         self.states.attach(trainer)

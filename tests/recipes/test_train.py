@@ -12,6 +12,7 @@ from ctdr_lightning.basics.errors import CheckpointError, ConfigError
 from ctdr_lightning.pages.run_folder import read_runs
 from ctdr_recipes.compared import compare
 from ctdr_recipes.train import train
+from tests import parts
 from tests.recipes.test_configs import CONF
 
 QUIET = [
@@ -180,19 +181,25 @@ def test_a_sweep_goes_through_submitit(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_sweep_with_failed_points_names_each_and_compares_the_others(tmp_path):
+def test_a_sweep_with_failed_points_names_each_compares_the_others_and_resumes(tmp_path):
     points = "[8],[8,16,16],[8,16],[16,8,8]"
     sweep = [f"model.net.widths={points}", "trainer.max_epochs=1", "ctdr.policy=keep", f"hydra.sweep.dir={tmp_path}"]
     tiny = [word for word in TINY if "widths" not in word]
-    command = [sys.executable, "-m", "ctdr_recipes.train", "--multirun", *sweep, *tiny]
-    done = subprocess.run(command, cwd=CONF.parent, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    assert "ctdr: The network has 1 widths and 3 strides." in done.stderr
-    assert "The network has 2 widths and 3 strides." in done.stdout + done.stderr, "the second failed point too"
-    table = (tmp_path / "comparison.md").read_text()
-    assert len(table.splitlines()) == 4
-    assert (tmp_path / "comparison.html").exists()
+    command = [sys.executable, "-m", "ctdr_recipes.train", "--multirun", *sweep, *tiny, "ckpt_path=last"]
+    weights = []
+    for _ in range(2):
+        done = subprocess.run(command, cwd=CONF.parent, capture_output=True, text=True)
+        assert done.returncode == 1
+        assert "Traceback" not in done.stderr
+        assert "ctdr: The network has 1 widths and 3 strides." in done.stderr
+        assert "The network has 2 widths and 3 strides." in done.stdout + done.stderr, "the second failed point too"
+        table = (tmp_path / "comparison.md").read_text()
+        assert len(table.splitlines()) == 4
+        assert (tmp_path / "comparison.html").exists()
+        found = [torch.load(path, weights_only=True) for path in sorted(tmp_path.rglob("last.ckpt"))]
+        assert [checkpoint["global_step"] for checkpoint in found] == [6, 6], "a point that is done trains no more"
+        weights.append([checkpoint["state_dict"] for checkpoint in found])
+    assert parts.same(*weights)
 
 
 def test_an_error_of_ours_leaves_the_command_without_a_traceback(tmp_path):

@@ -9,7 +9,7 @@ two phases (ASPLOS 2020) and DTR (ICLR 2021) in one engine.
 from __future__ import annotations
 
 import warnings
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from typing import Any
@@ -21,11 +21,12 @@ from ctdr_lightning.basics.errors import ReplayError
 from ctdr_lightning.basics.torch_private import current_dispatch_mode, hooks_of, top_saved_tensors_hooks
 from ctdr_lightning.memory.guide.events import Differed, Event, OverBudget, PlanMade, Recorded, Refuted
 from ctdr_lightning.memory.guide.foresight import Foresight
-from ctdr_lightning.memory.guide.step_kinds import Kind, Planner, graph_of, shapes_in
+from ctdr_lightning.memory.guide.step_kinds import Kind, Kinds, Planner, graph_of, shapes_in
 from ctdr_lightning.memory.holders.base import Holder, Holders
 from ctdr_lightning.memory.plans.plan import Plan, most_away_bytes
 from ctdr_lightning.memory.recorder.recorder import Recorder
 from ctdr_lightning.memory.search.transfer import structure_of
+from ctdr_lightning.memory.tape.backward_watch import BackwardWatch
 from ctdr_lightning.memory.tape.forward_watch import ForwardWatch, reached_before
 from ctdr_lightning.memory.tape.online import Evictor
 from ctdr_lightning.memory.tape.tape import Tape
@@ -41,10 +42,6 @@ MAX_DIVERGENCES = 3
 # alone are watched together until any step differs: 60 lengths, each watched twice, took five times as long as plain
 # steps for three epochs.
 WATCHED_STEPS = 2
-# One kind of step for each sequence length: 64 lengths, or what is left of them after rounding, serve an epoch.
-MOST_KINDS = 64
-# An estimate, not measured: 2 kB an op in Python's memory for a trace with its plan. So many ops would be 256 MiB.
-MOST_OPS = 128 * 1024
 _ANOTHER_GRAPH = "its graph is another"
 
 
@@ -94,7 +91,7 @@ class StepGuide:
         self._beside_bytes = 0
         self._holders = holders
         self._root = ref(root) if root is not None else None  # a session outlives the run, the model need not
-        self._kinds: OrderedDict[Hashable, Kind] = OrderedDict()
+        self._kinds = Kinds()
         self._watched: Counter[Hashable] = Counter()
         self._reserve_bytes = 0
         # of the root's modules: one that was added may read what was read by nobody before
@@ -107,6 +104,7 @@ class StepGuide:
         self._recorder: Recorder | None = None
         self._tape: Tape | None = None
         self._watch: ForwardWatch | None = None
+        self._backward: BackwardWatch | None = None
         self._below: tuple[Any, Any] = (None, None)
         self._is_part = False
         self._meter: PeakMeter | None = None
@@ -217,17 +215,10 @@ class StepGuide:
         self._record(self._evictor(reached_before(plan, number)))
 
     def _kind_of(self, signature: Hashable) -> Kind:
-        kind = self._kinds.setdefault(signature, Kind())
-        self._kinds.move_to_end(signature)
-        known = len(self._kinds)
-        while len(self._kinds) > MOST_KINDS or (len(self._kinds) > 1 and self._n_ops() > MOST_OPS):
-            self._kinds.popitem(last=False)
-        if len(self._kinds) < known and isinstance(self._holders, Holders):
+        kind, forgotten = self._kinds.latest(signature)
+        if forgotten and isinstance(self._holders, Holders):
             self._holders.trim(most_away_bytes(self.plans))
         return kind
-
-    def _n_ops(self) -> int:
-        return sum(len(kind.trace.ops) for kind in self._kinds.values() if kind.trace is not None)
 
     def _watches(self, kind: Kind) -> bool:
         """Whether a step that its plan lets run untouched is recorded, and kept under the budget, all the same.
@@ -263,26 +254,32 @@ class StepGuide:
         if self._tape is not None:
             self._tape.__exit__(None, None, None)
             self.record_anew(self._tape.diverged)
-            self._tape = None
+            self._backward, self._tape = self._tape.backward_watch(), None
+            if self._backward is not None:
+                self._backward.__enter__()
         if self._watch is not None:
             self._watch.done = True
-        if self._recorder is None:
+        if self._recorder is None and self._backward is None:
             self._stop_watch()
 
     def _stop_watch(self) -> None:
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.__exit__(None, None, None)
+        watches = (self._backward, self._watch)
+        self._backward = self._watch = None
+        for watch in watches:
+            if watch is not None:
+                watch.__exit__(None, None, None)
 
     def end(self) -> None:
         """After the backward: a recorder leaves, and the step's plan is due. Twice is once."""
         self.forward_done()
         recorder, self._recorder = self._recorder, None
+        evictor = self._backward.evictor if self._backward is not None else None
         if recorder is not None:
             recorder.__exit__(None, None, None)
-            if recorder.evictor is not None:
-                self._reserve_bytes = max(self._reserve_bytes, recorder.evictor.reserve_bytes)
-                self.events += [OverBudget(n_bytes) for n_bytes in (recorder.evictor.excess_bytes,) if n_bytes]
+            evictor = recorder.evictor
+        if evictor is not None:
+            self._reserve_bytes = max(self._reserve_bytes, evictor.reserve_bytes)
+            self.events += [OverBudget(n_bytes) for n_bytes in (evictor.excess_bytes,) if n_bytes]
         forwards = tuple(self._watch.seen) if self._watch is not None else ()
         self._stop_watch()
         self._foresight.stop()

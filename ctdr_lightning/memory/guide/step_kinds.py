@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,10 @@ from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.traces.trace import Trace
 
 Planner = Callable[[Trace], Plan]
+# One kind of step for each sequence length: 64 lengths, or what is left of them after rounding, serve an epoch.
+MOST_KINDS = 64
+# An estimate, not measured: 2 kB an op in Python's memory for a trace with its plan. So many ops would be 256 MiB.
+MOST_OPS = 128 * 1024
 
 
 @dataclass
@@ -29,6 +34,22 @@ class Kind:
     held: set[int] = field(default_factory=set)  # ticks of ops that came back otherwise while the step was recorded
     foreseen: bool = False  # its trace is not of a step of its own that ran
     forwards: tuple[bool, ...] = ()  # of modules in the recorded step: whether gradients were on
+
+
+class Kinds(OrderedDict[Hashable, Kind]):
+    """The kinds of a run by their signatures, the latest last; beyond a limit the oldest are forgotten."""
+
+    def latest(self, signature: Hashable) -> tuple[Kind, bool]:
+        """The kind of a signature, made where it is new, and whether others were forgotten for it."""
+        kind = self.setdefault(signature, Kind())
+        self.move_to_end(signature)
+        known = len(self)
+        while len(self) > MOST_KINDS or (len(self) > 1 and self._n_ops() > MOST_OPS):
+            self.popitem(last=False)
+        return kind, len(self) < known
+
+    def _n_ops(self) -> int:
+        return sum(len(kind.trace.ops) for kind in self.values() if kind.trace is not None)
 
 
 def signature_of(batch: Any, module: nn.Module | None = None) -> Hashable:

@@ -15,8 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ctdr_lightning.basics.documents import parse_document, plain_of, read_record
-from ctdr_lightning.basics.errors import CheckpointError
+from ctdr_lightning.basics.documents import damaged, parse_document, plain_of, read_record
 from ctdr_lightning.basics.files import write_text
 from ctdr_lightning.basics.made_once import MadeOnce
 from ctdr_lightning.basics.units import format_bytes, format_seconds
@@ -280,7 +279,7 @@ class Plan(MadeOnce):
             plan = cls(timeline=timeline, options=options, **plain_of(read_record(_Header, header)))
             plan._check()
         except _DAMAGE as error:
-            raise CheckpointError(f"This plan is damaged: {error!r}.", "Make the plan again.") from error
+            raise damaged("plan", error, "Make the plan again.") from error
         return plan
 
     def _check(self) -> None:
@@ -316,7 +315,7 @@ def most_away_bytes(plans: Iterable[Plan]) -> dict[str, int]:
 def _options(found: Any) -> dict[str, Option]:
     """The options of a document: a name and a plain value each."""
     if not isinstance(found, dict) or not all(type(value) in (int, float, str, bool) for value in found.values()):
-        raise ValueError(f"options {found!r}")
+        raise ValueError(f"its options are {found!r}")
     return dict(found)
 
 

@@ -30,7 +30,7 @@ from ctdr_lightning.memory.values.live_bytes import LiveBytes
 from ctdr_lightning.memory.values.op_seconds import op_seconds
 from ctdr_lightning.memory.values.op_traits import traits
 from ctdr_lightning.memory.values.replay import hold_for_views, materialize
-from ctdr_lightning.memory.values.tensors import alias_of
+from ctdr_lightning.memory.values.tensors import alias_of, tensors_in
 from ctdr_lightning.memory.values.value import Node, Value, root_of
 from ctdr_lightning.memory.values.value_table import ValueTable
 
@@ -246,6 +246,13 @@ class Evictor:
         before = self.live.now
         self.live.track(outs)
         self.reserve_bytes = max(self.reserve_bytes, self.live.now - before + temp_bytes)
+
+    def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op of the backward, count its outputs, make room; storages from before the step are not counted."""
+        self.live.ignore(tensors_in((*args, *kwargs.values())))
+        out = func(*args, **kwargs)
+        self.ran(None, [], out, 0.0)
+        return out
 
     def keep(self, value: Value, tensor: Tensor) -> None:
         """Hold a value that was saved or made again, but so that it can be evicted (again)."""

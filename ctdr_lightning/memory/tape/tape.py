@@ -28,11 +28,12 @@ from ctdr_lightning.basics.torch_private import (
 from ctdr_lightning.memory.holders.away import can_wait
 from ctdr_lightning.memory.holders.base import Holder, HolderOptions, Holders
 from ctdr_lightning.memory.plans.plan import Plan
-from ctdr_lightning.memory.plans.script import ScriptLine
+from ctdr_lightning.memory.tape.backward_watch import BackwardWatch
 from ctdr_lightning.memory.tape.clock import CpuClock
 from ctdr_lightning.memory.tape.collector_pause import CollectorPause
 from ctdr_lightning.memory.tape.courier import Belled, Courier
 from ctdr_lightning.memory.tape.hookless_regions import HooklessRegions
+from ctdr_lightning.memory.tape.line import Line
 from ctdr_lightning.memory.tape.listener import Listener
 from ctdr_lightning.memory.tape.module_paths import ModulePaths
 from ctdr_lightning.memory.tape.online import Evictor, Online
@@ -48,6 +49,7 @@ from ctdr_lightning.memory.values.higher_order import HigherOrderUnseen
 from ctdr_lightning.memory.values.op_traits import pin_reason_of_types, traits
 from ctdr_lightning.memory.values.op_trial import OpTrial
 from ctdr_lightning.memory.values.replay import hold_for_views, unpack
+from ctdr_lightning.memory.values.tensors import tensors_in
 from ctdr_lightning.memory.values.value import SIGNS, Handle, Held, SignHandle, Value, root_of
 from ctdr_lightning.memory.values.value_table import ValueTable
 
@@ -57,33 +59,6 @@ from ctdr_lightning.memory.values.value_table import ValueTable
 SHIELDED_BYTES = 2**12
 _DETACH = torch.ops.aten.detach.default
 _DETACH_NAME = str(_DETACH)
-
-
-class _Line:
-    """One script line, with the op itself once it was seen, and whether the op needs nothing of the tape."""
-
-    __slots__ = (
-        "away", "bell", "exposed", "func", "name", "normalises", "plain", "replay", "saves", "sends", "shape", "stays",
-        "tick", "writes",
-    )  # fmt: skip
-
-    def __init__(self, line: ScriptLine) -> None:
-        self.name, self.shape, self.replay, self.saves = line.op, line.shape, line.replay, line.saves
-        self.exposed = line.exposed
-        self.stays = [(stay == "awaited", stay == "needed", stay == "kept") for stay in line.stays]
-        self.sends, self.tick, self.bell = line.sends, line.tick, line.bell
-        self.away = line.marked or bool(line.sends)
-        if set(line.stays) == {"awaited"}:  # the values' default
-            self.stays = []
-        self.func: OpOverload | None = None
-        self.plain = self.writes = self.normalises = False
-
-    def learn(self, func: OpOverload) -> None:
-        """The op behind the name."""
-        op = traits(func)
-        self.func, self.writes = func, bool(op.writes)
-        self.normalises = op.batch_norm and all(kept for _, _, kept in self.stays[1:])
-        self.plain = not self.replay and not self.writes and not self.away
 
 
 def _own_holders(tape: Tape) -> Holders:
@@ -142,7 +117,7 @@ class Tape(OpMode):
         self._verifier: PlanVerifier | None = None
         self.evictor = evictor
         self.diverged = ""
-        self._lines = plan.once("lines", lambda: [_Line(line) for line in plan.script])
+        self._lines = plan.once("lines", lambda: [Line(line) for line in plan.script])
         self._length = len(self._lines)
         self._table = ValueTable()
         self._online = Online(evictor, self._table) if evictor is not None else None
@@ -220,6 +195,10 @@ class Tape(OpMode):
             if not self.diverged and any(line.replay or line.sends for line in self._lines[self._index :]):
                 self.diverged = f"the step ended after op {self._index}, the plan expects {len(self._lines)}"
 
+    def backward_watch(self) -> BackwardWatch | None:
+        """For the backward of a step that differed, once its forward is over; None where the tape needs none."""
+        return BackwardWatch(self._counting) if self.diverged and self._counting is not None else None
+
     @property
     def listens(self) -> bool:
         """Whether its saved-tensor hooks are on top of all others."""
@@ -231,7 +210,8 @@ class Tape(OpMode):
         if kwargs is None:
             kwargs = {}
         if graph_task_id() != -1:
-            return func(*args, **kwargs)
+            counting = self._counting if self.diverged else None
+            return func(*args, **kwargs) if counting is None else counting.run(func, args, kwargs)
         index = self._index
         if func is _DETACH and self._saves_by_itself(index):
             return func(*args, **kwargs)
@@ -246,7 +226,7 @@ class Tape(OpMode):
             assert line is not None
         self._listen(line.saves)
         out = func(*args, **kwargs) if line.plain else self._planned(line, index, args, kwargs)
-        if self._counting is not None:
+        if self._counting is not None and not line.shares:
             self._counting.track(out)
         return out
 
@@ -276,13 +256,14 @@ class Tape(OpMode):
         if online is None or barred or (types and pin_reason_of_types(tuple(types))):
             return self._unplanned(func, args, kwargs)
         self._table.unit = self._paths.unit
+        online.evictor.live.ignore(tensors_in((*args, *kwargs.values())))
         return online.call(func, index, args, kwargs, self._clock)[0]
 
     def _saves_by_itself(self, index: int) -> bool:
         """Whether a detach is autograd's own: it saves an output while we do not listen, or wraps a shared tensor."""
         return not (index < len(self._lines) and self._lines[index].name == _DETACH_NAME)
 
-    def _planned(self, line: _Line, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _planned(self, line: Line, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         func, table = line.func, self._table
         assert func is not None
         ran = self._tried(func, args, kwargs) if line.replay and traits(func).unproven else None
@@ -319,7 +300,7 @@ class Tape(OpMode):
         trial.judge(out)
         return out
 
-    def _put_away(self, line: _Line, out: Any, values: Sequence[Value | None]) -> None:
+    def _put_away(self, line: Line, out: Any, values: Sequence[Value | None]) -> None:
         """Give the courier the op's outputs that are to be put away; outputs unlike the recorded ones are held."""
         courier = self._courier
         assert courier is not None, "a plan that puts something away has a courier"
@@ -333,7 +314,7 @@ class Tape(OpMode):
                 courier.take(value, identity, tensor, line.tick, written=written)
         courier.passed(line.tick)
 
-    def _expected(self, func: OpOverload, line: _Line | None, index: int) -> bool:
+    def _expected(self, func: OpOverload, line: Line | None, index: int) -> bool:
         found = traits(func).name
         if line is not None and line.name == found:
             line.learn(func)

@@ -16,8 +16,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from ctdr_lightning.basics.documents import parse_document, read_record
-from ctdr_lightning.basics.errors import CheckpointError
+from ctdr_lightning.basics.documents import damaged, parse_document, read_record
 from ctdr_lightning.basics.files import write_text
 from ctdr_lightning.basics.made_once import MadeOnce
 from ctdr_lightning.memory.traces.machine import CodecCost, Link
@@ -306,7 +305,7 @@ class Trace(MadeOnce):
             )
             trace._check()
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise CheckpointError(f"This trace is damaged: {error!r}.", "Record it again.") from error
+            raise damaged("trace", error, "Record it again.") from error
         return trace
 
     def _check(self) -> None:
@@ -345,7 +344,7 @@ class Trace(MadeOnce):
 
 def _require(holds: bool, what: str) -> None:
     if not holds:
-        raise ValueError(what)
+        raise ValueError(f"it is wrong in {what}")
 
 
 def _whole(number: Any) -> int:

@@ -51,10 +51,10 @@ class BytesBeside:
         self._optimizers_seen: Any = None
 
     def look_ahead(self, trainer: Any, module: LightningModule) -> list[Event] | None:
-        """Predict the bytes of the optimizers before they step; None where they are those of before."""
+        """Predict the bytes of the optimizers before they step; None where they and the weights are those of before."""
         sizes = [(id(o), [len(group["params"]) for group in o.param_groups]) for o in trainer.optimizers]
         if sizes == self._optimizers_seen:
-            return None
+            return None if _weight_bytes(module) == self._weight_bytes else []
         self._optimizers_seen, self.rest_measured = sizes, False
         self._state_bytes = state_bytes(trainer.optimizers)
         inside, n_steps = self._options.optimizer_step is not None, trainer.estimated_stepping_batches
@@ -71,7 +71,7 @@ class BytesBeside:
     def static_bytes(self, module: LightningModule) -> int:
         """Bytes in memory all along: weights, buffers, and those beside them."""
         beside_bytes = self.optimizer.state + self.optimizer.standing + self.surprises.counted_bytes + self.held_bytes
-        self._weight_bytes = local_bytes((*module.parameters(), *module.buffers()))
+        self._weight_bytes = _weight_bytes(module)
         return self._weight_bytes + beside_bytes
 
     def account(self, step: Trace) -> BatchAccount:
@@ -136,3 +136,7 @@ class BytesBeside:
             return None
         self.optimizer = found
         return new
+
+
+def _weight_bytes(module: LightningModule) -> int:
+    return local_bytes((*module.parameters(), *module.buffers()))

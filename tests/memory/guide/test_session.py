@@ -6,7 +6,7 @@ from ctdr_lightning.basics.torch_private import n_dispatch_modes
 from ctdr_lightning.memory import RECOMPUTE, Session, Simulator, plan, signature_of
 from ctdr_lightning.memory.guide.events import Differed, OverBudget, PlanMade
 from ctdr_lightning.memory.guide.step_guide import MAX_DIVERGENCES
-from ctdr_lightning.memory.values.live_bytes import active_trackers
+from ctdr_lightning.memory.values.live_bytes import PeakMeter, active_trackers
 from tests.memory.harness import Bench, everything_dropped, planned
 from tests.memory.leaks import assert_nothing_is_installed, left_behind
 
@@ -116,6 +116,35 @@ def test_a_step_that_differs_is_exact_and_measured_anew():
     assert session.plan is not None
     run(session, net, batch, longer)
     assert sum(isinstance(event, Differed) for event in session.events) == 1
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+@pytest.mark.parametrize("share", [0.5, 0.8])
+def test_a_step_that_differs_is_kept_under_the_budget_backward_included(share, in_step):
+    layers = (layer for _ in range(8) for layer in (nn.Linear(16, 16), nn.Tanh(), nn.LayerNorm(16)))
+    net, batch = nn.Sequential(*layers), torch.randn(64, 16)
+
+    def peak(step, session=None):
+        net.zero_grad(set_to_none=True)
+        with PeakMeter() as meter:
+            if session is not None:
+                session.begin(signature_of(batch, net))
+            loss = step(batch)
+            if in_step:
+                loss.backward()
+            if session is not None:
+                session.forward_done()
+            if not in_step:
+                loss.backward()
+            if session is not None:
+                session.end()
+        return meter.live.peak
+
+    budget_bytes = int(share * peak(lambda x: net(x).square().mean()))
+    session = Session(lambda trace: plan(trace, budget_bytes), budget_bytes=budget_bytes)
+    peak(lambda x: net(x).square().mean(), session)
+    assert peak(lambda x: net(x.neg()).square().mean(), session) <= budget_bytes
+    assert isinstance(session.events[-1], Differed)
 
 
 def test_patience_with_steps_that_always_differ():

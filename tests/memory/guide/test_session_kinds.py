@@ -9,10 +9,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ctdr_lightning.basics.torch_private import n_dispatch_modes, top_saved_tensors_hooks
 from ctdr_lightning.memory import Session, plan, signature_of
-from ctdr_lightning.memory.guide import step_guide
+from ctdr_lightning.memory.guide import step_kinds
 from ctdr_lightning.memory.guide.events import Differed
-from ctdr_lightning.memory.guide.step_guide import MOST_KINDS, WATCHED_STEPS
-from ctdr_lightning.memory.guide.step_kinds import graph_of
+from ctdr_lightning.memory.guide.step_guide import WATCHED_STEPS
+from ctdr_lightning.memory.guide.step_kinds import MOST_KINDS, graph_of
 from ctdr_lightning.memory.holders.base import HolderOptions, Holders
 from ctdr_lightning.memory.simulator.actions import Offload
 from ctdr_lightning.memory.traces.facts import facts_of
@@ -168,7 +168,7 @@ def test_kinds_are_bounded_in_number_and_in_ops(monkeypatch):
         step(keeper, net, torch.randn(n + 1, 32), whole)
     assert len(keeper._kinds) == MOST_KINDS
     n_ops = len(keeper.trace.ops)
-    monkeypatch.setattr(step_guide, "MOST_OPS", 5 * n_ops)
+    monkeypatch.setattr(step_kinds, "MOST_OPS", 5 * n_ops)
     step(keeper, net, torch.randn(500, 32), whole)
     assert len(keeper._kinds) <= 6
     before = len(keeper.events)
@@ -196,7 +196,7 @@ class Trimmed(Holders):
 
 
 def test_when_a_kind_is_forgotten_the_holders_keep_what_the_others_need(monkeypatch, tmp_path):
-    monkeypatch.setattr(step_guide, "MOST_KINDS", 2)
+    monkeypatch.setattr(step_kinds, "MOST_KINDS", 2)
     holders, net, away = Trimmed(tmp_path), make_net(), []
 
     def planner(trace):

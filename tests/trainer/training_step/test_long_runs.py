@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ctdr_lightning import CTDRCallback
-from ctdr_lightning.memory.guide.step_guide import MOST_KINDS, MOST_OPS
+from ctdr_lightning.memory.guide.step_kinds import MOST_KINDS, MOST_OPS
 from tests import parts
 from tests.memory.leaks import engine_objects, tensor_bytes
 

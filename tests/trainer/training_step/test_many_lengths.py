@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from ctdr_lightning import CTDRCallback
 from ctdr_lightning.memory.guide.events import Differed
-from ctdr_lightning.memory.guide.step_guide import MOST_KINDS, MOST_OPS
+from ctdr_lightning.memory.guide.step_kinds import MOST_KINDS, MOST_OPS
 from ctdr_lightning.memory.many_shapes import MOST_REMEMBERED
 from tests import parts
 from tests.trainer.true_peaks import Peaks
