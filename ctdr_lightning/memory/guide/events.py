@@ -38,7 +38,7 @@ class Differed(Event):
 
 @dataclass(frozen=True)
 class OverBudget(Event):
-    """A step broke the budget while it was recorded.
+    """A step exceeded the budget while it ran without a plan: recorded, or unlike its plan.
 
     Attributes:
         n_bytes: By so much.

@@ -19,7 +19,7 @@ def words_of(event: of_steps.Event) -> str:
             batches = f" For batches of {' and '.join(shapes)}." if shapes else ""
             return summary + batches + " Foreseen from those of other sizes." * foreseen
         case of_steps.OverBudget(n_bytes):
-            return f"A step was {format_bytes(n_bytes)} over the budget while it was recorded."
+            return f"A step was {format_bytes(n_bytes)} over the budget while it ran without a plan."
         case of_steps.Differed(where):
             return f"A step differed from its plan: {where}."
         case of_steps.Refuted(problem):
@@ -47,5 +47,5 @@ def _words_of_batches(event: of_steps.Event) -> str:
         case of_batches.RanOutOfMemory(message, budget_bytes):
             return f"A step ran out of memory ({message}); it is tried again under {format_bytes(budget_bytes)}."
         case of_batches.RecordedOverBudget(n_bytes):
-            return f"A batch took {format_bytes(n_bytes)} while its step was recorded."
+            return f"A batch took {format_bytes(n_bytes)}, more than the budget, while its step was recorded."
     raise TypeError(f"{type(event).__name__} has no words")

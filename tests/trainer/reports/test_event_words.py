@@ -24,7 +24,7 @@ from tests.memory.graphs import chain, graph_trace
             events.RanOutOfMemory("no room", 2**20),
             "A step ran out of memory (no room); it is tried again under 1.0 MiB.",
         ),
-        (events.RecordedOverBudget(2**20), "A batch took 1.0 MiB while its step was recorded."),
+        (events.RecordedOverBudget(2**20), "A batch took 1.0 MiB, more than the budget, while its step was recorded."),
     ],
 )
 def test_words(event, said):
