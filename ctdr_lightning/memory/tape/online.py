@@ -269,7 +269,7 @@ class Evictor:
         self._now += 1
         if value.eviction is not None:
             value.eviction.last = self._now
-        tensor = materialize(value, self._keep_replayed)
+        tensor = materialize(value, self._keep_replayed, self.make_room)
         if self.verifier is not None:
             self.verifier.returned(value, tensor)
         self.make_room()
@@ -281,7 +281,6 @@ class Evictor:
         if self.verifier is not None:
             self.verifier.returned(value, tensor)
         self.keep(value, tensor)
-        self.make_room()
 
     def live_bytes(self) -> int:
         """Bytes that the step has allocated and not freed."""

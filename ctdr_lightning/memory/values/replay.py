@@ -70,7 +70,7 @@ def keep_for_good(value: Value, tensor: Tensor) -> None:
     value.node = None
 
 
-def materialize(value: Value, keeper: Keeper = keep_for_good) -> Tensor:
+def materialize(value: Value, keeper: Keeper = keep_for_good, room: Callable[[], None] | None = None) -> Tensor:
     """The value's tensor, made again if it was dropped.
 
     Iterative, so that chains of any depth work; the cost is one run of each missing op.
@@ -78,6 +78,7 @@ def materialize(value: Value, keeper: Keeper = keep_for_good) -> Tensor:
     Args:
         value: The value that autograd or the user asks for.
         keeper: Holds the values that a replay passes and that are still awaited.
+        room: Makes room before each op of a replay; None for a replay that a plan has room for.
 
     Returns:
         A tensor with the exact contents, shape, strides and dtype of the dropped one.
@@ -91,7 +92,7 @@ def materialize(value: Value, keeper: Keeper = keep_for_good) -> Tensor:
     if found is not None:
         return found
     with _ONE_AT_A_TIME, _plain_execution():
-        return _run(value, keeper)
+        return _run(value, keeper, room)
 
 
 def hold_for_views(value: Value) -> None:
@@ -121,10 +122,12 @@ class _plain_execution:
         torch.set_grad_enabled(self._grad)
 
 
-def _run(target: Value, keeper: Keeper) -> Tensor:
+def _run(target: Value, keeper: Keeper, room: Callable[[], None] | None) -> Tensor:
     have: dict[Value, Tensor] = {}
     nodes, uses = _missing(target, have)
     for node, sources in nodes:
+        if room is not None:
+            room()
         _store(node, _outputs(node, have), target, uses, have, keeper)
         for source in sources:
             uses[source] -= 1

@@ -118,8 +118,9 @@ def test_a_step_that_differs_is_exact_and_measured_anew():
     assert sum(isinstance(event, Differed) for event in session.events) == 1
 
 
-@pytest.mark.parametrize(("share", "in_step"), [(0.6, False), (0.8, False), (0.8, True)])
-def test_a_step_that_differs_is_kept_under_the_budget_backward_included(share, in_step):
+@pytest.mark.parametrize("in_step", [False, True])
+@pytest.mark.parametrize("share", [0.6, 0.8])
+def test_steps_without_a_plan_are_kept_under_the_budget_backward_included(share, in_step):
     layers = (layer for _ in range(8) for layer in (nn.Linear(16, 16), nn.Tanh(), nn.LayerNorm(16)))
     net, batch = nn.Sequential(*layers), torch.randn(64, 16)
 
@@ -141,7 +142,7 @@ def test_a_step_that_differs_is_kept_under_the_budget_backward_included(share, i
 
     budget_bytes = int(share * peak(lambda x: net(x).square().mean()))
     session = Session(lambda trace: plan(trace, budget_bytes), budget_bytes=budget_bytes)
-    peak(lambda x: net(x).square().mean(), session)
+    assert peak(lambda x: net(x).square().mean(), session) <= budget_bytes
     assert peak(lambda x: net(x.neg()).square().mean(), session) <= budget_bytes
     assert isinstance(session.events[-1], Differed)
 
