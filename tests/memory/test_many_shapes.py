@@ -9,10 +9,14 @@ import torch
 from benchmarks.nets import Attention
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.memory import plan, record_fake, simulate
+from ctdr_lightning.memory.codecs import CODECS
 from ctdr_lightning.memory.many_shapes import MOST_REMEMBERED, ManyShapes
 from ctdr_lightning.memory.search.transfer import structure_of
+from ctdr_lightning.memory.simulator.actions import Compress
+from ctdr_lightning.memory.traces.machine import CodecCost
 
 NET = torch.nn.Sequential(*[Attention(32) for _ in range(3)])
+SIGN = [CodecCost("sign", True, CODECS["sign"].needs, CODECS["sign"].payload_bits, CODECS["sign"].side_bits)]
 LENGTHS = (96, 90, 64, 128, 127, 48, 16)
 
 
@@ -44,6 +48,26 @@ def test_every_length_fits_near_a_plan_of_its_own_and_few_are_searched():
     assert shapes.counts["plain"] == 2
     assert shapes.counts["searched"] <= 2
     assert sum(shapes.counts.values()) == len(LENGTHS)
+
+
+def test_plans_that_compress_are_judged_by_the_plain_step_and_carried_over_only_where_they_are_as_good():
+    net = torch.nn.ModuleList(torch.nn.Linear(256, 256) for _ in range(4))
+    shapes = ManyShapes(plan)
+
+    def step(net, x):
+        for layer in net:
+            x = x + layer(x).relu()  # only the signs are read again: of the ReLU's output, nothing else is saved
+        return x.square().sum()
+
+    made = []
+    for rows in (960, 960, 900, 800):
+        trace = record_fake(net, torch.randn(rows, 256), step, device="a100").with_machine([], SIGN)
+        made.append((shapes(trace, limit_of(trace, 0.8)), plan(trace, limit_of(trace, 0.8))))
+    assert all(any(isinstance(d.action, Compress) for d in ours.decisions) for ours, _ in made)
+    for ours, own in made:
+        assert ours.peak_bytes <= ours.budget_bytes
+        assert own.bound_seconds == ours.bound_seconds == ours.trace.seconds <= ours.seconds <= 1.02 * own.seconds
+    assert shapes.counts["transferred"] >= 1
 
 
 def test_what_fits_no_plan_is_said_by_the_planner():
