@@ -39,6 +39,7 @@ from ctdr_lightning.command_line.sub_batches import read_number, sub_batch_peaks
 from ctdr_lightning.decomposition import METHODS, Report, decompose
 from ctdr_lightning.memory import POLICIES, Plan, max_batch, plan, record_fake, simulate
 from ctdr_lightning.memory.account.batch import BatchAccount
+from ctdr_lightning.memory.allocator.reserved import served_in_words
 from ctdr_lightning.memory.codecs import CODECS
 from ctdr_lightning.memory.helpful_places import place_that_fits
 from ctdr_lightning.memory.holders.base import HOLDERS
@@ -181,6 +182,8 @@ def _say(made: Plan, options: argparse.Namespace) -> None:
     print(made.explain().splitlines()[0])
     if options.device and options.device != "cpu":
         print(made.reserved)
+        if made.budget_bytes and (said := served_in_words(made.trace, made.actions, made.budget_bytes)):
+            print(said)
         print(beside_the_step(device_model(options.device)))
     if options.save:
         made.to_json(options.save)

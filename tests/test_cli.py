@@ -120,6 +120,13 @@ def test_plan_needs_no_memory_and_can_be_explained(tmp_path, capsys):
     assert not Plan.from_json(path).keeps_all
 
 
+def test_a_budget_that_no_allocator_serves_is_said(capsys):
+    assert main(["plan", NAME, *INPUT, "--budget", "1GiB", "--device", "h100"]) == 0
+    assert "A card of" not in capsys.readouterr().out
+    assert main(["plan", NAME, *INPUT, "--budget", "5MiB", "--policy", "dtr", "--device", "h100"]) == 0
+    assert "A card of 5.0 MiB cannot serve the step" in capsys.readouterr().out
+
+
 def test_a_larger_batch_takes_more_and_an_optimizer_adds_its_state(tmp_path):
     peaks = []
     for batch, optimizer in ((8, "sgd"), (16, "sgd"), (16, "adam")):

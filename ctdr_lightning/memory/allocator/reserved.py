@@ -119,6 +119,25 @@ def flushes_within(trace: Trace, actions: Actions | None, limit_bytes: int, *, e
         return None
 
 
+def served_in_words(trace: Trace, actions: Actions | None, limit_bytes: int) -> str:
+    """The trouble that a card of so many bytes has with a repeated step; empty where its allocator serves it steadily.
+
+    Args:
+        trace: The recorded step.
+        actions: By value id; None for the plain step.
+        limit_bytes: The most that may be reserved.
+    """
+    expandable = expandable_segments()
+    flushes = flushes_within(trace, actions, limit_bytes, expandable=expandable)
+    if flushes == 0:
+        return ""
+    size = format_bytes(limit_bytes)
+    said = f"A card of {size} cannot serve the step, because free memory is fragmented."
+    if flushes:
+        said = f"On a card of {size} the allocator gives segments back {flushes} times a step, 20 to 200 ms each."
+    return said if expandable else f"{said} Try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
+
+
 def expandable_segments() -> bool:
     """Whether this process asks PyTorch for expandable segments, by the variables that its documentation names."""
     return _settings().get("expandable_segments") == "true"

@@ -9,7 +9,13 @@ import pytest
 
 from ctdr_lightning.memory import plan, simulate
 from ctdr_lightning.memory.allocator.blocks import lifetimes, requests_of
-from ctdr_lightning.memory.allocator.reserved import expandable_segments, flushes_within, reserved_by, runs_within
+from ctdr_lightning.memory.allocator.reserved import (
+    expandable_segments,
+    flushes_within,
+    reserved_by,
+    runs_within,
+    served_in_words,
+)
 from ctdr_lightning.memory.codecs import CODECS
 from ctdr_lightning.memory.traces.machine import CodecCost, Link
 from tests.memory.harness import Bench, random_actions
@@ -118,6 +124,10 @@ def test_a_plan_for_which_segments_go_back_in_every_step_does_not_fit():
     flushing = [limit for limit in running if flushes[limit]]
     assert flushing
     assert not any(runs_within(trace, None, limit) for limit in flushing)
+    said = served_in_words(trace, None, flushing[0])
+    assert f"the allocator gives segments back {flushes[flushing[0]]} times a step" in said
+    assert said.endswith("Try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.")
+    assert not served_in_words(trace, None, found.reserved_bytes)
     made = plan(trace, flushing[0], "capuchin")
     assert flushes_within(trace, made.actions, flushing[0]) == 0
     assert made.peak_bytes < simulate(trace).peak_bytes
@@ -140,4 +150,5 @@ def test_a_plan_that_no_allocator_can_serve_stays_as_it_is():
     budget = at_share(trace, 0.6)  # less than one segment
     on_gpu = plan(trace, budget, "capuchin")
     assert not runs_within(trace, on_gpu.actions, budget)
+    assert served_in_words(trace, on_gpu.actions, budget).startswith("A card of ")
     assert on_gpu.actions == plan(replace(trace, device="cpu"), budget, "capuchin").actions
