@@ -196,9 +196,12 @@ def _inputs(options: argparse.Namespace) -> list[Input]:
 
 
 def _check_budget(options: argparse.Namespace) -> None:
-    """Refuse a budget that cannot be read before any time is spent."""
+    """Refuse a budget that cannot be read before any time is spent; read a share as one of the named card's memory."""
     if options.budget is not None:
-        parse_bytes(options.budget, name="--budget")
+        card = options.device is not None and options.device != "cpu"
+        total_bytes = device_model(options.device).memory_bytes if card else None
+        n_bytes = parse_bytes(options.budget, total_bytes=total_bytes, name="--budget")
+        options.budget = format_bytes(n_bytes) if "%" in options.budget else options.budget
 
 
 def _training(options: argparse.Namespace) -> tuple[nn.Module, OptimizerBytes, Report | None]:

@@ -120,6 +120,13 @@ def test_plan_needs_no_memory_and_can_be_explained(tmp_path, capsys):
     assert not Plan.from_json(path).keeps_all
 
 
+def test_a_share_is_one_of_the_named_cards_memory(capsys):
+    assert main(["plan", NAME, *INPUT, "--budget", "1%", "--device", "h100"]) == 0
+    assert "budget 810.0 MiB" in capsys.readouterr().out
+    assert main(["plan", NAME, *INPUT, "--budget", "1%"]) == 2
+    assert "the device's memory is not known here" in capsys.readouterr().err
+
+
 def test_a_budget_that_no_allocator_serves_is_said(capsys):
     assert main(["plan", NAME, *INPUT, "--budget", "1GiB", "--device", "h100"]) == 0
     assert "A card of" not in capsys.readouterr().out
