@@ -126,6 +126,6 @@ def _optimizer(double: LightningModule) -> Optimizer | None:
     if signature(made.step).parameters["closure"].default is Parameter.empty:
         name = type(made).__name__
         raise ConfigError(
-            f"A choice of ranks cannot price {name}, which runs the step itself, any number of times.", _HINT
+            f"a choice of ranks cannot price {name}, which runs the step itself, any number of times.", _HINT
         )
     return made

@@ -205,7 +205,7 @@ def test_an_optimizer_that_runs_the_step_itself_is_refused_in_a_sentence():
         def configure_optimizers(self):
             return torch.optim.LBFGS(self.parameters())
 
-    with pytest.raises(ConfigError, match="A choice of ranks cannot price LBFGS, which runs the step itself") as caught:
+    with pytest.raises(ConfigError, match="a choice of ranks cannot price LBFGS, which runs the step itself") as caught:
         parts.fit(Closures(), automatic())
     assert "rank=0.5" in caught.value.hint
 
