@@ -2,7 +2,8 @@
 
 A roofline is up to a quarter wrong for a whole step, and a recording of the real step needs the step's memory. Most
 calls of a changed model are calls of the model before: they get the recorded times. Only new ones are run, each
-distinct one once, on tensors of the same shapes and strides. Complexity: one benchmark a distinct new call.
+distinct one once, on tensors of the same shapes and strides; where made-up contents could harm, a roofline has to do.
+Complexity: one benchmark a distinct new call.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ctdr_lightning.basics.devices import model_of
 from ctdr_lightning.basics.gpu_memory import synchronize
 from ctdr_lightning.basics.thread_clock import now_s
 from ctdr_lightning.basics.torch_private import OpOverload, no_dispatch_modes, tree_flatten, tree_map_only
 from ctdr_lightning.memory.traces.trace import Trace
+from ctdr_lightning.memory.values.op_seconds import op_seconds
 from ctdr_lightning.memory.values.op_traits import traits
 from ctdr_lightning.memory.values.tensors import tensors_in
 
@@ -60,13 +63,15 @@ class CallSeconds:
         if self._calls is not None:
             self._calls.append((key, func, args, kwargs))
             return 0.0
-        return self._alone(key, func, args, kwargs) + self._python_s
+        return self._alone(key, func, args, kwargs, out) + self._python_s
 
-    def _alone(self, key: Hashable, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    def _alone(self, key: Hashable, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
         if key in self._known:
             return self._known[key]
         if traits(func).view:
             return self._view_s
+        if not traits(func).on_noise:
+            return op_seconds(model_of(_device(args, kwargs)), func, args, kwargs, out)
         if key not in self._measured:
             self._measured[key] = benchmark(func, args, kwargs)
         return self._measured[key] * self._ratios.get(func.name(), 1.0)
@@ -80,7 +85,8 @@ class CallSeconds:
             step_s: Seconds of the whole step; time outside of its ops is Python's, and is spread over them.
 
         Returns:
-            Whether the fake step's ops are the real step's. Otherwise nothing is learnt, and every call is measured.
+            Whether the fake step's ops are the real step's, and make as many bytes: the fake kernel of an LSTM makes no
+            workspace. Otherwise nothing is learnt, and every call is measured.
         """
         calls: list[_Call] = []
         self._calls = calls
@@ -88,7 +94,7 @@ class CallSeconds:
             fake = again()
         finally:
             self._calls = None
-        if [op.name for op in fake.ops] != [op.name for op in real.ops] or len(calls) != len(real.ops):
+        if _ops_of(fake) != _ops_of(real) or len(calls) != len(real.ops):
             return False
         taken: dict[Hashable, list[float]] = defaultdict(list)
         for (key, *_), op in zip(calls, real.ops, strict=True):
@@ -105,13 +111,18 @@ class CallSeconds:
         distinct = {key: (func, args, kwargs) for key, func, args, kwargs in calls}
         by_op: dict[str, list[Hashable]] = defaultdict(list)
         for key, (func, _, _) in distinct.items():
-            if not traits(func).view:
+            if traits(func).on_noise and not traits(func).view:
                 by_op[func.name()].append(key)
         for name, keys in by_op.items():
             longest = sorted(keys, key=lambda key: -self._known[key])[:_COMPARED]
             in_step = sum(self._known[key] for key in longest)
             alone = sum(benchmark(*distinct[key]) for key in longest)
             self._ratios[name] = min(max(in_step / max(alone, 1e-9), 1 / _MOST_RATIO), _MOST_RATIO)
+
+
+def _ops_of(trace: Trace) -> list[tuple[str, list[int]]]:
+    """Each op with the bytes that it makes."""
+    return [(op.name, [trace.value_bytes(v) for v in op.outputs]) for op in trace.ops]
 
 
 def benchmark(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
@@ -126,14 +137,18 @@ def benchmark(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _timed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], repeats: int) -> float:
-    found = (t.device for t in tensors_in((*args, *kwargs.values())) if t.device.type != "cpu")
-    device = next(found, torch.device("cpu"))
+    device = _device(args, kwargs)
     synchronize(device)
     start_s = now_s(device.type)
     for _ in range(repeats):
         func(*args, **kwargs)
     synchronize(device)
     return (now_s(device.type) - start_s) / repeats
+
+
+def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    found = (t.device for t in tensors_in((*args, *kwargs.values())) if t.device.type != "cpu")
+    return next(found, torch.device("cpu"))
 
 
 def _like(tensor: Tensor, generator: torch.Generator) -> Tensor:

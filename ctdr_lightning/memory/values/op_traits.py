@@ -6,6 +6,7 @@ them is unproven until :class:`~ctdr_lightning.memory.values.op_trial.OpTrial` h
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -45,6 +46,7 @@ _WORKSPACES = {
     "_scaled_dot_product_efficient_attention": (1, 2, 3),
     "_scaled_dot_product_cudnn_attention": (1, 6, 7, 8),
 }
+_OPAQUE = re.compile("workspace|reserve")  # arguments that torch's schemas name so: the insides of a forward kernel
 _RUNNING_STATS = ("running_mean", "running_var")
 _RESIZING = {"resize_", "resize_as_", "set_", "_resize_output_"}
 _OWN_TYPES = {Tensor, torch.nn.Parameter, FakeTensor}
@@ -71,11 +73,13 @@ class OpTraits:
         atomic: Whether its forward adds in no fixed order on a GPU.
         shaped_by_numbers: Whether the shape of its result follows from contents.
         workspaces: Positions of the outputs of which parts hold anything.
+        on_noise: Whether its kernel may be run on made-up contents. One that reads another kernel's workspace, or that is
+            another library's, may take them for sizes and places: an LSTM's backward then ends the process.
         special: Whether a call must be looked at before it is captured.
     """
 
     __slots__ = (
-        "atomic", "batch_norm", "dropout", "foreign", "func", "name", "pin", "restrides", "shaped_by_numbers",
+        "atomic", "batch_norm", "dropout", "foreign", "func", "name", "on_noise", "pin", "restrides", "shaped_by_numbers",
         "special", "stats", "training", "twin", "unproven", "view", "workspaces", "writes", "written",
     )  # fmt: skip
 
@@ -109,6 +113,7 @@ class OpTraits:
         self.pin = self._pin(schema.name, random)
         self.foreign = func.namespace not in _DECLARED
         self.unproven = self.foreign and not self.pin
+        self.on_noise = not self.foreign and not any(_OPAQUE.search(a.name) for a in schema.arguments)
         self._look()
 
     def _look(self) -> None:
@@ -125,7 +130,7 @@ class OpTraits:
         """Make this a higher-order operator: it has no schema, so nothing is known of the functions that it calls."""
         self.name = f"higher_order.{self.name}"
         self.batch_norm = self.view = self.restrides = self.atomic = self.shaped_by_numbers = False
-        self.foreign = self.unproven = False
+        self.foreign = self.unproven = self.on_noise = False
         self.workspaces = ()
         self.training = self.dropout = self.twin = None
         self.stats = 0

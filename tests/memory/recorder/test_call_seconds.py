@@ -1,6 +1,7 @@
 """Seconds for fake recordings: what a real step has told is not measured again, what is new is measured once."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from ctdr_lightning import decompose, record
 from ctdr_lightning.memory import record_fake
 from ctdr_lightning.memory.recorder.call_seconds import CallSeconds, benchmark
+from ctdr_lightning.memory.values.op_traits import traits
 
 
 def network():
@@ -65,6 +67,26 @@ def test_a_step_with_other_ops_teaches_nothing():
     assert not calls.learn(lambda: record_fake(other, x, step, device=calls), real)
     assert record_fake(net, x, step, device=calls).seconds > 0
     assert calls.n_measured > 0
+
+
+def test_a_step_whose_kernels_make_more_than_fake_ones_teaches_nothing():
+    """As an LSTM's, whose workspace is empty on fake tensors: prices would leave these bytes out."""
+    net, x = network(), torch.randn(4, 3, 8, 8)
+    real, calls = record(lambda: step(net, x)), CallSeconds()
+    made = next(i for i, storage in enumerate(real.storages) if storage.born >= 0)
+    larger = replace(real.storages[made], n_bytes=real.storages[made].n_bytes + 64)
+    more = replace(real, storages=(*real.storages[:made], larger, *real.storages[made + 1 :]))
+    assert not calls.learn(lambda: record_fake(net, x, step, device=calls), more)
+    assert calls.learn(lambda: record_fake(net, x, step, device=calls), real)
+
+
+def test_a_kernel_that_reads_anothers_workspace_is_not_run_on_noise():
+    """The backward of an LSTM writes where its workspace says: on noise it ended the process."""
+    net, x = nn.LSTM(16, 128, 2, batch_first=True), torch.randn(64, 16, 16)
+    fake = record_fake(net, x, lambda net, x: net(x)[0].square().mean(), device=CallSeconds())
+    assert all(op.seconds > 0 for op in fake.ops if "mkldnn_rnn" in op.name)
+    assert not traits(torch.ops.aten.mkldnn_rnn_layer_backward.default).on_noise
+    assert traits(torch.ops.aten.convolution_backward.default).on_noise
 
 
 def test_neither_random_state_nor_arguments_are_touched():
