@@ -36,12 +36,14 @@ from ctdr_lightning.memory.holders.optimizer_bytes import optimizer_of, predict_
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.simulator.actions import Recompute
 
-# Without a budget the ranks may cost so much: on five networks a KL below it cost at most 0.3 points of accuracy, or
-# 0.011 nats of a language model's loss, before any training.
-USUAL_LOSS = 0.005
+# Without a budget the ranks may cost so much. On ten networks a KL below it cost at most 0.3 points of accuracy, or 0.01
+# nats of a language model's loss, before any training; one of 0.005 cost up to 0.7 points.
+USUAL_LOSS = 0.002
 # Of four of them the outputs diverge from their own mean by 0.7 to 2.2 nats; before training by 2e-8 to 0.15, so that
 # a cut would look harmless then.
 USUAL_SHARE = 0.01
+# Of a harmless divergence: candidates below it lose alike, and the faster one is wanted. Not tuned.
+_NEGLIGIBLE_SHARE = 0.1
 _REFINING_FLOPS = 3e11  # ten seconds or so of a core; an accelerator has its usual allowance
 
 
@@ -78,7 +80,7 @@ def fit_to_budget(
             ``"8GiB"``, a number, or a fraction of the device's memory. None asks for the least peak within
             ``max_loss``.
         max_slowdown: Longest step, in dense steps. None wishes for 1.0: where the dense model fits under a plan that
-            takes longer, layers are only cut if that keeps the wish and is harmless: at most 0.005 nats, and at most
+            takes longer, layers are only cut if that keeps the wish and is harmless: at most 0.002 nats, and at most
             a hundredth of the divergence of the dense outputs from their own mean. Where nothing fits within the time,
             the time gives way. Without a budget it is 1.0.
         max_loss: Largest mean KL of the outputs to the dense model's, in nats, refined; without a budget as harmless.
@@ -131,7 +133,8 @@ def fit_to_budget(
             forward = partial(_on_batch, step, drawn[0])
             allowance = _allowance(max_loss, limits, bench, judge)
             harmless = AllowedLoss(partial(_usual_loss, bench), bench.refined) if max_loss is None else allowance
-            search = JointSearch(bench, forward, pricer, limits, allowance, harmless, lambda: next(bar))
+            negligible = partial(_negligible_loss, bench)
+            search = JointSearch(bench, forward, pricer, limits, allowance, harmless, negligible, lambda: next(bar))
             found = search.run() if given is None else search.given(given.choices)
             if found.trial is not None:
                 for new in found.trial.layers.values():
@@ -179,6 +182,10 @@ def _allowance(max_loss: float | None, limits: Limits, bench: Bench, judge: Metr
 
 def _usual_loss(bench: Bench) -> float:
     return min(USUAL_LOSS, USUAL_SHARE * bench.spread)
+
+
+def _negligible_loss(bench: Bench) -> float:
+    return _NEGLIGIBLE_SHARE * _usual_loss(bench)
 
 
 def _metric_of(judge: MetricJudge, model: nn.Module, trial: Trial) -> float:

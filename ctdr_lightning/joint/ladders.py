@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ctdr_lightning.basics.errors import ConfigError
@@ -13,7 +14,8 @@ from ctdr_lightning.decomposition.trials.bench import Bench, Trial
 # Halves and thirds; the search also looks between two of them. Below 1/16 every network that was tried lost over five
 # points of accuracy.
 SHARES = (0.75, 0.5, 0.33, 0.25, 0.17, 0.125, 0.0625)
-RESOURCES = ("parameters", "seconds")
+# Of two harmless cuts the faster one is wanted: the ladder of seconds comes first.
+RESOURCES = ("seconds", "parameters")
 # The first rung is tried in every way of judging errors, the others in the two that were best for the one before.
 _KEPT_STARTS = 2
 
@@ -49,10 +51,11 @@ class Ladders:
     Args:
         bench: Makes choices and tries them.
         hurried: Whether every rung is tried in one way alone, for models whose steps take seconds.
+        enough: A divergence, in nats, at which no other way is tried; asked for with the first trial.
     """
 
-    def __init__(self, bench: Bench, hurried: bool = False) -> None:
-        self._bench, self._hurried = bench, hurried
+    def __init__(self, bench: Bench, hurried: bool = False, enough: Callable[[], float] = lambda: 0.0) -> None:
+        self._bench, self._hurried, self._enough = bench, hurried, enough
         self._best_first: tuple[Start, ...] = ()
         self._tried: dict[tuple[float, str], Trial] = {}
 
@@ -87,7 +90,7 @@ class Ladders:
         key = rung.share, rung.resource
         if key not in self._tried:
             starts = self._starts[:_KEPT_STARTS] if self._tried else self._starts
-            trials = self._bench.trials(*key, starts)
+            trials = self._bench.trials(*key, starts, self._enough())
             first = [trial.start for trial in trials]
             self._best_first = (*first, *(start for start in self._starts if start not in first))
             self._tried[key] = trials[0]

@@ -43,6 +43,9 @@ from ctdr_lightning.memory.simulator.simulator import Simulator
 
 # So much longer than wished a harmless cut may take, and the dense model where it is preferred. Not tuned.
 PATIENT = 1.25
+# Plans of the dense model are priced too high by up to this factor, the deepest most (1.01 to 1.5 on ten networks). To
+# time one takes a second, and it is exact; to look for a cut in its place takes ten.
+_DENSE_ERROR = 1.6
 _ROOM = 1.02  # 2 % less memory is not worth a longer step
 _UNKNOWN_LOSS = -1.0
 _PATIENCE = 2  # without a budget so many shares in a row may have a larger peak than the least of their ladder
@@ -58,6 +61,7 @@ class JointSearch:
         limits: Limits of the answer's step.
         allowance: The allowed loss of its ranks.
         harmless: Their allowed loss where the dense model fits by a plan that takes longer than wished.
+        negligible: A divergence, in nats, below which candidates lose alike; asked for with the first one.
         note: Called with each candidate.
 
     Attributes:
@@ -72,10 +76,12 @@ class JointSearch:
         limits: Limits,
         allowance: Allowance,
         harmless: Allowance,
+        negligible: Callable[[], float] = lambda: 0.0,
         note: Callable[[], object] = lambda: None,
     ) -> None:
         self._bench, self._model, self._forward = bench, bench.model, forward
-        self._pricer, self._note, self._ladders = pricer, note, Ladders(bench, hurried=pricer.is_long)
+        self._pricer, self._note, self._negligible = pricer, note, negligible
+        self._ladders = Ladders(bench, hurried=pricer.is_long, enough=negligible)
         self._limits, self._allowance, self._harmless = limits, allowance, harmless
         self._shortfall = Shortfall(pricer)
         self._seen: list[object] = []
@@ -174,7 +180,8 @@ class JointSearch:
     def _in_time(self, found: PricedChoice) -> PricedChoice:
         """The same, refused where its plan takes too long."""
         # without the tape's own time, which is known too badly to refuse by: the clock decides
-        if found.plan is not None and self._takes_too_long(found.plan.seconds):
+        error = _DENSE_ERROR if found.rung == DENSE and self._pricer.dense_runs else 1.0
+        if found.plan is not None and self._takes_too_long(found.plan.seconds / error):
             return found.told(outcome=self._too_slow(found.plan.seconds))
         return found
 
@@ -191,14 +198,23 @@ class JointSearch:
             found = self._at(share, resource)
             if found is None:
                 return
-            if found.may_be:
-                for candidate in (self._at(between(above, share), resource), found):
-                    judged = self.judged(candidate) if candidate is not None and candidate.may_be else None
-                    if judged is not None and judged.may_be:
-                        yield judged
-                    elif judged is not None:  # it loses too much
-                        return
+            for judged in self._near(found, above) if found.may_be else ():
+                if not judged.may_be:  # it loses too much
+                    return
+                yield judged
             above = share
+
+    def _near(self, found: PricedChoice, above: float) -> Iterator[PricedChoice]:
+        """A candidate, judged; before it, where it loses something, one of a larger share that fits as well."""
+        judged = self.judged(found)
+        if not self._loses_nothing(judged):
+            larger = self._at(between(above, found.row.share), found.row.resource)
+            if larger is not None and larger.may_be:
+                yield self.judged(larger)
+        yield judged
+
+    def _loses_nothing(self, judged: PricedChoice) -> bool:
+        return judged.row.loss <= self._negligible()
 
     def _at(self, share: float, resource: str) -> PricedChoice | None:
         """A candidate, looked at; None where nothing is that cheap. One that was seen before is not looked at again."""
@@ -249,11 +265,17 @@ class JointSearch:
         return replace(found, trial=trial).told(loss=trial.divergence, metric=metric, outcome=outcome)
 
     def _by_loss(self, dense: PricedChoice) -> Iterator[PricedChoice]:
-        """By rising measured loss: the dense model, then of each ladder's next candidate the better one."""
+        """By rising measured loss: the dense model, then of each ladder's next candidate the better one.
+
+        One that loses nothing is tried before another ladder is begun.
+        """
         if dense.may_be:
             yield dense
-        ladders = [self._ladder(resource) for resource in RESOURCES]
-        heads = [(head, ladder) for ladder in ladders if (head := next(ladder, None)) is not None]
+        heads: list[tuple[PricedChoice, Iterator[PricedChoice]]] = []
+        for ladder in map(self._ladder, RESOURCES):
+            while (head := next(ladder, None)) is not None and self._loses_nothing(head):
+                yield head
+            heads += [(head, ladder)] if head is not None else []
         while heads:
             best, ladder = min(heads, key=lambda pair: pair[0].row.loss)
             yield best

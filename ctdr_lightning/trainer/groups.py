@@ -32,7 +32,7 @@ class Ranks:
             ``"auto"`` is ``"loss"`` where the data can be had when training is set up, else ``"parameters"``.
         data: ``"train"``: a few training batches tell how much the loss minds each layer's error, and the factors are
             refitted on them. They move no random state. None goes by the weights alone.
-        max_loss: With ``rank="auto"``: largest mean KL to the dense outputs; without a budget 0.005 nats.
+        max_loss: With ``rank="auto"``: largest mean KL to the dense outputs; without a budget 0.002 nats.
         metric: Where given, ``max_loss`` is the largest drop of it from the dense model's: a metric of torchmetrics,
             which is given the output and the target of training batches, or a function of the module and a batch that
             returns a number, higher is better.

@@ -14,6 +14,7 @@ from ctdr_lightning.decomposition.choose import batches as choose_batches
 from ctdr_lightning.decomposition.choose.choices import LayerChoice
 from ctdr_lightning.decomposition.trials import bench
 from ctdr_lightning.joint import search
+from ctdr_lightning.joint.search import JointSearch
 from ctdr_lightning.joint.turns import RealStep, Turns
 from tests.joint import parts
 
@@ -174,11 +175,25 @@ def test_without_a_budget_the_time_of_the_step_as_it_is_is_named():
 
 def test_where_a_plan_is_too_slow_the_memory_that_is_enough_is_named_too(bounds, monkeypatch):
     monkeypatch.setattr(search, "in_turns", lambda *_, once: Turns(0.1, 0.1, 1.0))
+    monkeypatch.setattr(search, "_DENSE_ERROR", 1.0)
     given = {"max_slowdown": 1.0, "select": "11", "progress": False}
     with pytest.raises(InfeasibleBudgetError, match=r"raise max_slowdown to .*, or memory_budget to ") as found:
         fit_to_budget(parts.network(), parts.step, parts.batches(), round(1.05 * bounds[1]), **given)
     budget = re.search(r"memory_budget to ([\d.]+ \w*B)", found.value.hint)[1]
     assert fit_to_budget(parts.network(), parts.step, parts.batches(), budget, **given).is_dense
+
+
+@pytest.mark.parametrize(("error", "refused_by"), [(1e9, "clock"), (1e-9, "expected")])
+def test_the_clock_decides_on_the_dense_model_where_its_price_may_be_wrong(bounds, monkeypatch, error, refused_by):
+    monkeypatch.setattr(search, "in_turns", lambda *_, once: Turns(0.1, 0.9, 9.0))
+    monkeypatch.setattr(search, "_DENSE_ERROR", error)
+    given = {"max_slowdown": 1.25, "select": "11", "progress": False}
+    seen = []
+    keep = JointSearch.keep
+    monkeypatch.setattr(JointSearch, "keep", lambda self, found: seen.append(found.row) or keep(self, found))
+    with pytest.raises(InfeasibleBudgetError):
+        fit_to_budget(parts.network(), parts.step, parts.batches(), round(1.05 * bounds[1]), **given)
+    assert any(refused_by in row.outcome for row in seen if row.resource == "dense")
 
 
 def test_too_little_time_is_said_with_the_time_that_it_takes(bounds):

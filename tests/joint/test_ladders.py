@@ -24,7 +24,7 @@ class ToldBench:
             raise ConfigError("nothing is that cheap", "")
         return Choices({str(start): LayerChoice(method="svd", ranks=(round(100 * share),))})
 
-    def trials(self, share, resource, starts):
+    def trials(self, share, resource, starts, enough):
         self.asked.append((share, tuple(starts)))
         found = [Trial(self.choices(share, resource, s), s, self.divergences[s], {}, {}) for s in starts]
         return sorted(found, key=lambda trial: trial.divergence)

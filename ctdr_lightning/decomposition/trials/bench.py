@@ -140,14 +140,23 @@ class Bench:
         """The trial of least divergence over the ways to judge errors; arguments as for `choices`."""
         return self.trials(share, resource, self.starts)[0]
 
-    def trials(self, share: float, resource: str, starts: Sequence[Start]) -> list[Trial]:
-        """A trial of the different choices by some ways of judging errors, by rising divergence."""
+    def trials(self, share: float, resource: str, starts: Sequence[Start], enough: float = 0.0) -> list[Trial]:
+        """A trial of the different choices by some ways of judging errors, by rising divergence.
+
+        Args:
+            share: As for `choices`.
+            resource: As for `choices`.
+            starts: The ways.
+            enough: A divergence, in nats, after which no other way is tried.
+        """
         found: dict[str, Trial] = {}
         for start in starts:
             choices = self.choices(share, resource, start)
             key = f"{start.covariance} {choices.to_dict()}"
             if key not in found:
                 found[key] = self.trial(choices, start)
+                if found[key].divergence <= enough:
+                    break
         return sorted(found.values(), key=lambda trial: trial.divergence)
 
     def trial(self, choices: Choices, start: Start | None = None) -> Trial:
