@@ -36,8 +36,8 @@ from ctdr_lightning.memory.holders.optimizer_bytes import optimizer_of, predict_
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.simulator.actions import Recompute
 
-# Without a budget the ranks may cost so much. On ten networks a KL below it cost at most 0.3 points of accuracy, or 0.01
-# nats of a language model's loss, before any training; one of 0.005 cost up to 0.7 points.
+# Without a budget the ranks may cost so much. On ten networks a KL below it cost at most 0.3 points of accuracy, or
+# 0.01 nats of a language model's loss, before any training; one of 0.005 cost up to 0.7 points.
 USUAL_LOSS = 0.002
 # Of four of them the outputs diverge from their own mean by 0.7 to 2.2 nats; before training by 2e-8 to 0.15, so that
 # a cut would look harmless then.

@@ -13,7 +13,7 @@ from ctdr_lightning.decomposition import Bench, Choices, FactorizedLayer, bench_
 from ctdr_lightning.decomposition.choose import batches as choose_batches
 from ctdr_lightning.decomposition.choose.choices import LayerChoice
 from ctdr_lightning.decomposition.trials import bench
-from ctdr_lightning.joint import search
+from ctdr_lightning.joint import for_budget, search
 from ctdr_lightning.joint.search import JointSearch
 from ctdr_lightning.joint.turns import RealStep, Turns
 from tests.joint import parts
@@ -181,6 +181,18 @@ def test_where_a_plan_is_too_slow_the_memory_that_is_enough_is_named_too(bounds,
         fit_to_budget(parts.network(), parts.step, parts.batches(), round(1.05 * bounds[1]), **given)
     budget = re.search(r"memory_budget to ([\d.]+ \w*B)", found.value.hint)[1]
     assert fit_to_budget(parts.network(), parts.step, parts.batches(), budget, **given).is_dense
+
+
+@pytest.mark.parametrize(("share", "ends"), [(1e9, True), (0.0, False)])
+def test_a_cut_that_loses_nothing_ends_the_search(bounds, monkeypatch, share, ends):
+    tried, trial = [], Bench.trial
+    monkeypatch.setattr(Bench, "trial", lambda self, *args: tried.append(args) or trial(self, *args))
+    monkeypatch.setattr(for_budget, "_NEGLIGIBLE_SHARE", share)
+    monkeypatch.setattr(search, "in_turns", lambda *_, once: Turns(0.1, 0.1, 1.0))
+    fit = fit_to_budget(parts.network(), parts.step, parts.batches(), round(0.97 * bounds[1]), **PATIENT)
+    assert not fit.is_dense
+    assert (len(tried) == 1) is ends
+    assert ({row.resource for row in fit.considered} == {"dense", "seconds"}) is ends
 
 
 @pytest.mark.parametrize(("error", "refused_by"), [(1e9, "clock"), (1e-9, "expected")])

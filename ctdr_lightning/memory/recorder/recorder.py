@@ -41,9 +41,9 @@ from ctdr_lightning.memory.values.tensors import tensors_in
 from ctdr_lightning.memory.values.value import Value
 from ctdr_lightning.memory.values.value_table import ValueTable
 
-# Replaying one op costs about 4 times as much as logging it: dispatch, capture, pack, unpack, call. Under 42 plans of 14
-# networks it was 1 to 11 times, least where long chains are replayed. With 8, the price of exact plans was twice that by
-# the clock: 37 % for 15 % on a residual net at half of its peak, so that layers were cut instead.
+# Replaying one op costs about 4 times as much as logging it: dispatch, capture, pack, unpack, call. Under 42 plans of
+# 14 networks it was 1 to 11 times, least where long chains are replayed. With 8, the price of exact plans was twice
+# that by the clock: 37 % for 15 % on a residual net at half of its peak, so that layers were cut instead.
 REPLAY_COST_IN_LOGGED_OPS = 4
 
 

@@ -73,14 +73,15 @@ class OpTraits:
         atomic: Whether its forward adds in no fixed order on a GPU.
         shaped_by_numbers: Whether the shape of its result follows from contents.
         workspaces: Positions of the outputs of which parts hold anything.
-        on_noise: Whether its kernel may be run on made-up contents. One that reads another kernel's workspace, or that is
-            another library's, may take them for sizes and places: an LSTM's backward then ends the process.
+        on_noise: Whether its kernel may be run on made-up contents. One that reads another kernel's workspace, or that
+            is another library's, may take them for sizes and places: an LSTM's backward then ends the process.
         special: Whether a call must be looked at before it is captured.
     """
 
     __slots__ = (
-        "atomic", "batch_norm", "dropout", "foreign", "func", "name", "on_noise", "pin", "restrides", "shaped_by_numbers",
-        "special", "stats", "training", "twin", "unproven", "view", "workspaces", "writes", "written",
+        "atomic", "batch_norm", "dropout", "foreign", "func", "name", "on_noise", "pin", "restrides",
+        "shaped_by_numbers", "special", "stats", "training", "twin", "unproven", "view", "workspaces", "writes",
+        "written",
     )  # fmt: skip
 
     def __init__(self, func: OpOverload) -> None:
