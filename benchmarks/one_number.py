@@ -80,7 +80,7 @@ class _Module(LightningModule):
 
 
 class _Peaks(Callback):
-    """The true peak of each batch: what stands before it, and the profiler's events meanwhile."""
+    """The true peak of each batch: the bytes before it, and the profiler's events meanwhile."""
 
     def __init__(self) -> None:
         self.most_bytes = self._standing_bytes = 0

@@ -135,17 +135,22 @@ def fit_to_budget(
             harmless = AllowedLoss(partial(_usual_loss, bench), bench.refined) if max_loss is None else allowance
             negligible = partial(_negligible_loss, bench)
             search = JointSearch(bench, forward, pricer, limits, allowance, harmless, negligible, lambda: next(bar))
-            found = search.run() if given is None else search.given(given.choices)
-            if found.trial is not None:
-                for new in found.trial.layers.values():
-                    new.zero_grad(set_to_none=True)
-                refined = bench.refined(found.trial)
-                found = search.keep(replace(found, trial=refined).told(loss=refined.divergence))
+            found = _refined(bench, search, search.run() if given is None else search.given(given.choices))
         report = _report(bench, found, search.considered[DENSE.share, DENSE.resource].parameters)
         if found.trial is not None:
             bench.adopt(found.trial)
     fit = _fit(found, report, search, pricer, limits, perf_counter() - begin_s)
     return fit if judge is None or max_loss is None else replace(fit, metric=_change(judge, found, max_loss))
+
+
+def _refined(bench: Bench, search: JointSearch, found: PricedChoice) -> PricedChoice:
+    """The answer with refined factors."""
+    if found.trial is None:
+        return found
+    for new in found.trial.layers.values():
+        new.zero_grad(set_to_none=True)
+    refined = bench.refined(found.trial)
+    return search.keep(replace(found, trial=refined).told(loss=refined.divergence))
 
 
 def _refining_flops(model: nn.Module) -> float | None:
