@@ -22,7 +22,7 @@ from ctdr_lightning.basics.thread_clock import now_s
 from ctdr_lightning.basics.torch_private import OpOverload, no_dispatch_modes, tree_flatten, tree_map_only
 from ctdr_lightning.memory.traces.trace import Trace
 from ctdr_lightning.memory.values.op_seconds import op_seconds
-from ctdr_lightning.memory.values.op_traits import traits
+from ctdr_lightning.memory.values.op_traits import may_run_on_dummies, traits
 from ctdr_lightning.memory.values.tensors import tensors_in
 
 # A benchmark lasts about this long: with it the steps of eleven candidates of two networks were predicted within 5 %.
@@ -70,7 +70,7 @@ class CallSeconds:
             return self._known[key]
         if traits(func).view:
             return self._view_s
-        if not traits(func).on_noise:
+        if not _may_be_timed(func, args, kwargs):
             return op_seconds(model_of(_device(args, kwargs)), func, args, kwargs, out)
         if key not in self._measured:
             self._measured[key] = benchmark(func, args, kwargs)
@@ -110,14 +110,18 @@ class CallSeconds:
         """Find how much longer an op takes in a step, with cold caches, than in a loop."""
         distinct = {key: (func, args, kwargs) for key, func, args, kwargs in calls}
         by_op: dict[str, list[Hashable]] = defaultdict(list)
-        for key, (func, _, _) in distinct.items():
-            if traits(func).on_noise and not traits(func).view:
+        for key, (func, args, kwargs) in distinct.items():
+            if not traits(func).view and _may_be_timed(func, args, kwargs):
                 by_op[func.name()].append(key)
         for name, keys in by_op.items():
             longest = sorted(keys, key=lambda key: -self._known[key])[:_COMPARED]
             in_step = sum(self._known[key] for key in longest)
             alone = sum(benchmark(*distinct[key]) for key in longest)
             self._ratios[name] = min(max(in_step / max(alone, 1e-9), 1 / _MOST_RATIO), _MOST_RATIO)
+
+
+def _may_be_timed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return may_run_on_dummies(func, list(tensors_in((*args, *kwargs.values()))))
 
 
 def _ops_of(trace: Trace) -> list[tuple[str, list[int]]]:

@@ -15,6 +15,7 @@ from ctdr_lightning.basics.devices import DeviceModel, device_model
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.torch_private import NEEDS_VALUES, FakeCopyMode, FakeTensorMode, tree_map_only
 from ctdr_lightning.memory.recorder.call_seconds import CallSeconds
+from ctdr_lightning.memory.recorder.on_cpu import CpuFakes
 from ctdr_lightning.memory.recorder.on_gpu import GPU, GpuFakes
 from ctdr_lightning.memory.recorder.precision import Precision
 from ctdr_lightning.memory.recorder.recorder import record
@@ -60,7 +61,7 @@ def record_fake(
     model = device_model(device) if isinstance(device, str) else device
     gpu = model if isinstance(model, DeviceModel) and model.is_gpu else None
     asked = Precision.read(precision, gpu)
-    mode = FakeTensorMode() if gpu is None else GpuFakes(gpu)
+    mode = CpuFakes() if gpu is None else GpuFakes(gpu)
     twin, fakes = _faked(module, inputs, mode, gpu is not None, asked)
     try:
         kernels = mode.kernels() if isinstance(mode, GpuFakes) else nullcontext()

@@ -36,7 +36,7 @@ from ctdr_lightning.basics.torch_private import (
 )
 from ctdr_lightning.memory.recorder.gpu_workspace import MODELLED, convolution_workspace_bytes
 from ctdr_lightning.memory.tape.clock import CpuClock, Timed
-from ctdr_lightning.memory.values.op_traits import COLLECTIVE, traits
+from ctdr_lightning.memory.values.op_traits import is_float, may_run_on_dummies, traits
 from ctdr_lightning.memory.values.tensors import has_storage, tensors_in
 
 # Of the pointwise ops in torch's own database of ops, run on its samples under 2.13, these alone have buffers where all
@@ -56,7 +56,6 @@ _BATCHED = {  # from op to the positions of its batched arguments; of other ops 
     "aten.native_layer_norm_backward.default": (0, 1, 3, 4),
 }
 _PRODUCTS = {"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"}
-_INDICES = {torch.int64, torch.int32, torch.bool}
 _AFFORDABLE_BYTES = 32 * 2**20
 _Call = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
 
@@ -138,7 +137,7 @@ class _Dummy:
     def make(self) -> Tensor:
         """A real tensor like it: ones, or zeros where it may be an index."""
         made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
-        return made.fill_(1 if _is_float(self.dtype) else 0)
+        return made.fill_(1 if is_float(self.dtype) else 0)
 
 
 @dataclass
@@ -175,7 +174,7 @@ class WorkspaceProbe:
             if taken:
                 self._known[index] = taken
         elif not self.other and tensors and not needs_no_workspace(func, args, kwargs):
-            if _may_run_alone(func, tensors):
+            if may_run_on_dummies(func, tensors):
                 self._want(index, func, args, kwargs)
             else:
                 self._unmeasured[name] = None
@@ -225,19 +224,6 @@ class WorkspaceProbe:
         slope = (full - half) / half
         low, high = (_at_batch(func, args, kwargs, full, batch) for batch in (half, 2 * half))
         return [(low, 1 - slope), (high, slope)]
-
-
-def _may_run_alone(func: OpOverload, tensors: Sequence[Tensor]) -> bool:
-    """Whether a call may be run once more on dummies: torch's own, without effects, and safe on their contents.
-
-    Floats of any value are, and so is the index 0 where there is anything; bytes may be an op's own notes.
-    """
-    ours = isinstance(func, OpOverload) and func.namespace == "aten" and traits(func).pin != COLLECTIVE
-    return ours and all(has_storage(t) and t.numel() and (_is_float(t.dtype) or t.dtype in _INDICES) for t in tensors)
-
-
-def _is_float(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
 
 
 def _at_batch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], full: int, batch: int) -> _Call:

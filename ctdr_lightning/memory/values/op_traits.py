@@ -6,8 +6,7 @@ them is unproven until :class:`~ctdr_lightning.memory.values.op_trial.OpTrial` h
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ctdr_lightning.basics.torch_private import FakeTensor, OpOverload
-from ctdr_lightning.memory.values.tensors import tensors_in
+from ctdr_lightning.memory.values.tensors import has_storage, tensors_in
 
 COLLECTIVE = "collective"
 UNPROVEN = "an operator that was not seen to repeat itself"
@@ -46,8 +45,8 @@ _WORKSPACES = {
     "_scaled_dot_product_efficient_attention": (1, 2, 3),
     "_scaled_dot_product_cudnn_attention": (1, 6, 7, 8),
 }
-_OPAQUE = re.compile("workspace|reserve")  # arguments that torch's schemas name so: the insides of a forward kernel
 _RUNNING_STATS = ("running_mean", "running_var")
+_INDICES = {torch.int64, torch.int32, torch.bool}
 _RESIZING = {"resize_", "resize_as_", "set_", "_resize_output_"}
 _OWN_TYPES = {Tensor, torch.nn.Parameter, FakeTensor}
 
@@ -73,15 +72,12 @@ class OpTraits:
         atomic: Whether its forward adds in no fixed order on a GPU.
         shaped_by_numbers: Whether the shape of its result follows from contents.
         workspaces: Positions of the outputs of which parts hold anything.
-        on_noise: Whether its kernel may be run on made-up contents. One that reads another kernel's workspace, or that
-            is another library's, may take them for sizes and places: an LSTM's backward then ends the process.
         special: Whether a call must be looked at before it is captured.
     """
 
     __slots__ = (
-        "atomic", "batch_norm", "dropout", "foreign", "func", "name", "on_noise", "pin", "restrides",
-        "shaped_by_numbers", "special", "stats", "training", "twin", "unproven", "view", "workspaces", "writes",
-        "written",
+        "atomic", "batch_norm", "dropout", "foreign", "func", "name", "pin", "restrides", "shaped_by_numbers",
+        "special", "stats", "training", "twin", "unproven", "view", "workspaces", "writes", "written",
     )  # fmt: skip
 
     def __init__(self, func: OpOverload) -> None:
@@ -114,7 +110,6 @@ class OpTraits:
         self.pin = self._pin(schema.name, random)
         self.foreign = func.namespace not in _DECLARED
         self.unproven = self.foreign and not self.pin
-        self.on_noise = not self.foreign and not any(_OPAQUE.search(a.name) for a in schema.arguments)
         self._look()
 
     def _look(self) -> None:
@@ -131,7 +126,7 @@ class OpTraits:
         """Make this a higher-order operator: it has no schema, so nothing is known of the functions that it calls."""
         self.name = f"higher_order.{self.name}"
         self.batch_norm = self.view = self.restrides = self.atomic = self.shaped_by_numbers = False
-        self.foreign = self.unproven = self.on_noise = False
+        self.foreign = self.unproven = False
         self.workspaces = ()
         self.training = self.dropout = self.twin = None
         self.stats = 0
@@ -171,6 +166,25 @@ def _out_of_place(func: OpOverload) -> OpOverload | None:
         return None
     packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
     return getattr(packet, func._overloadname, None) if packet is not None else None
+
+
+def may_run_on_dummies(func: OpOverload, tensors: Sequence[Tensor]) -> bool:
+    """Whether a call may be run once more on made-up contents: torch's own, without effects, and safe on them.
+
+    Floats of any value are, and so is the index 0 where there is anything; bytes may be an op's own notes. The backward
+    of an LSTM takes sizes and places from its forward's, and ends the process where these are made up.
+
+    Args:
+        func: The op.
+        tensors: All that it takes; they may be fake.
+    """
+    ours = isinstance(func, OpOverload) and func.namespace == "aten" and traits(func).pin != COLLECTIVE
+    return ours and all(has_storage(t) and t.numel() and (is_float(t.dtype) or t.dtype in _INDICES) for t in tensors)
+
+
+def is_float(dtype: torch.dtype) -> bool:
+    """Whether a dtype is one of real or complex numbers."""
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def pin_reason_of_call(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -1,0 +1,42 @@
+"""Fake tensors of a processor, with the workspace of recurrent layers, which torch's fake kernel leaves empty.
+
+Its size depends on oneDNN's layout, for which there is no formula: the layer runs once on zeros. Complexity: a layer's
+forward, and its memory, for each distinct call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ctdr_lightning.basics.torch_private import FakeTensorMode, OpOverload, no_dispatch_modes, tree_map_only
+
+_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
+_WORKSPACE = 3  # its place among the results
+_sizes: dict[Hashable, int] = {}
+
+
+class CpuFakes(FakeTensorMode):
+    """The mode of a recording for a processor."""
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operator on fake tensors."""
+        out: Any = super().__torch_dispatch__(func, types, args, kwargs or {})
+        if func is not _LAYER:
+            return out
+        return *out[:_WORKSPACE], out[_WORKSPACE].new_empty(_workspace_size(args))
+
+
+def _workspace_size(args: Sequence[Any]) -> int:
+    looks = tuple((tuple(a.shape), a.dtype) if isinstance(a, Tensor) else str(a) for a in args)
+    key = (*looks, torch.is_grad_enabled())  # the kernel keeps nothing where no gradient is wanted
+    if key not in _sizes:
+        with no_dispatch_modes():
+            made = _LAYER(*tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype), tuple(args)))
+        _sizes[key] = made[_WORKSPACE].numel() if made[_WORKSPACE] is not None else 0
+    return _sizes[key]
