@@ -3,8 +3,8 @@
 One thread, the networks of ``trained_nets``, each row a fit of Lightning's with Adam at a learning rate of zero, so
 that its score is that of the answer before any training. Peaks are true ones of whole batches of the fit by the
 profiler, weights, gradients and Adam's moments included; times are medians of thread time over rounds in which the
-answer and the dense step take turns; choosing is in seconds by the clock. The dense peak is that of a fit without
-the callback.
+answer and the dense step take turns; where batches run in parts, over the batches of one fit each. Choosing is in
+seconds by the clock. The dense peak is that of a fit without the callback.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import accumulate
+from statistics import median
+from time import thread_time
 from typing import Any
 
 import torch
@@ -49,7 +51,7 @@ class Row:
         dense_score: In percent, or nats.
         score: The same of the answer, before any training; None where the budget is refused.
         slowdown: Its step over the dense step.
-        model: The marked row of the table of options.
+        model: The marked row of the table of options, or "in parts".
         choosing_s: Seconds of the choice.
         exact_slowdown: Predicted for the dense model within this budget; None where no plan of it fits.
     """
@@ -103,18 +105,37 @@ class _Peaks(Callback):
             self.most_bytes = max(self.most_bytes, self._standing_bytes + max(accumulate(ordered, initial=0)))
 
 
+class _Times(Callback):
+    """Thread time of each batch."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.seconds.append(-thread_time())
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seconds[-1] += thread_time()
+
+
 def _start_ns(event: Any) -> int:
     return event.start_ns()
 
 
-def trained_for(net: Net, batches: Sequence[Any], callbacks: Iterable[Callback]) -> tuple[_Module, int]:
-    """A fit of one epoch; returns the module and the largest peak of its batches."""
-    module, peaks = _Module(net), _Peaks()
+def fitted(net: Net, batches: Sequence[Any], callbacks: Iterable[Callback]) -> _Module:
+    """A module after a fit of one epoch."""
+    module = _Module(net)
     module.train()
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = Trainer(accelerator="cpu", max_epochs=1, callbacks=[*callbacks, peaks], **quiet)
+    trainer = Trainer(accelerator="cpu", max_epochs=1, callbacks=[*callbacks], **quiet)
     trainer.fit(module, DataLoader(batches, batch_size=None))
-    return module, peaks.most_bytes
+    return module
+
+
+def trained_for(net: Net, batches: Sequence[Any], callbacks: Iterable[Callback]) -> tuple[_Module, int]:
+    """A fit of one epoch; returns the module and the largest peak of its batches."""
+    peaks = _Peaks()
+    return fitted(net, batches, [*callbacks, peaks]), peaks.most_bytes
 
 
 def measured(net: Net, batches: Sequence[Any], share: float, dense_bytes: int, rounds: int) -> Row:
@@ -127,9 +148,10 @@ def measured(net: Net, batches: Sequence[Any], share: float, dense_bytes: int, r
     except CTDRError as error:
         least = getattr(error, "least_peak_bytes", 0)
         return Row(net.name, share, dense_bytes, budget, least, dense_score, model=str(error).splitlines()[0])
-    fit = callback.fit
-    assert fit is not None, "a choice was made"
-    score = net.score(net.reestimated(deepcopy(module.model)))
+    fit, score = callback.fit, net.score(net.reestimated(deepcopy(module.model)))
+    if fit is None:
+        slowdown = _in_parts(net, batches, budget)
+        return Row(net.name, share, dense_bytes, budget, peak, dense_score, score, slowdown, "in parts")
     dense = AdamStep("dense", deepcopy(net.model).train(), batches[0], net.loss)
     ours = AdamStep("ours", module.model.train(), batches[0], net.loss, fit.plan)
     (_, dense_s), (_, ours_s) = in_turns([dense.step, ours.step], rounds, warm_up=True)
@@ -139,6 +161,14 @@ def measured(net: Net, batches: Sequence[Any], share: float, dense_bytes: int, r
         net.name, share, dense_bytes, budget, peak, dense_score, score, ours_s / dense_s, chosen.model, fit.search_s,
         exact_s / fit.dense_s if exact_s else None,
     )  # fmt: skip
+
+
+def _in_parts(net: Net, batches: Sequence[Any], budget: int) -> float:
+    """Time of a batch that runs in parts over that of a plain one."""
+    plain, ours = _Times(), _Times()
+    fitted(net, batches, [plain])
+    fitted(net, batches, [CTDRCallback(memory_budget=budget), ours])
+    return median(ours.seconds[_FIRST_COUNTED:]) / median(plain.seconds[_FIRST_COUNTED:])
 
 
 def figures(
@@ -170,7 +200,8 @@ def _cell(row: Row) -> str:
     if row.score is None:
         return f"no: {row.peak_bytes / row.dense_bytes:.2f}" if row.peak_bytes else "no"
     broken = "" if row.peak_bytes <= row.budget_bytes else f", **peak {row.peak_bytes / row.dense_bytes:.3f}**"
-    change = "" if row.model == "dense" else f", {row.model}, {row.score - row.dense_score:+.2g}"
+    cut = f", {row.model}, {row.score - row.dense_score:+.2g}"
+    change = {"dense": "", "in parts": ", in parts"}.get(row.model, cut)
     return f"x{row.slowdown:.2f}{change}{broken}"
 
 

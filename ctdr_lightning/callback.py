@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from ctdr_lightning.basics.checks import from_mapping
+from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.joint.budget_fit import BudgetFit
 from ctdr_lightning.recovery import Recovery
 from ctdr_lightning.trainer.checkpoints import CompleteFileIO
@@ -116,7 +117,12 @@ class CTDRCallback(Callback):
             return
         if not self.run.serves(pl_module):
             self.run = FitRun(self.options)
-        self.run.setup(trainer, pl_module, self)
+        try:
+            self.run.setup(trainer, pl_module, self)
+        except InfeasibleBudgetError as error:
+            self.run.teardown()
+            self.run = FitRun.in_parts(self.options, trainer, pl_module, error)
+            self.run.setup(trainer, pl_module, self)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

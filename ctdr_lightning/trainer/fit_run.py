@@ -10,7 +10,7 @@ from weakref import ref
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError
 from ctdr_lightning.basics.progress_bar import one_bar
 from ctdr_lightning.joint.budget_fit import BudgetFit
 from ctdr_lightning.recovery.transaction import all_or_nothing, layers_as_now
@@ -35,6 +35,7 @@ from ctdr_lightning.trainer.training_step.optimizer.in_backward import StepInBac
 from ctdr_lightning.trainer.training_step.optimizer.states import OptimizerStates
 from ctdr_lightning.trainer.training_step.pipeline import StepRunner
 from ctdr_lightning.trainer.training_step.retry.retry import is_out_of_memory
+from ctdr_lightning.trainer.training_step.sub_batches.checks import batch_norm_of, sub_batch_hindrance
 from ctdr_lightning.trainer.training_step.sub_batches.sub_batches import SubBatches
 
 
@@ -43,6 +44,7 @@ class FitRun:
 
     Args:
         options: The callback's arguments.
+        refusal: Raised where batches cannot be cut; None raises the obstacle itself.
 
     Attributes:
         surgeon: Decides which layers are cut, and cuts them.
@@ -64,7 +66,7 @@ class FitRun:
         (True, None)
     """
 
-    def __init__(self, options: CallbackOptions) -> None:
+    def __init__(self, options: CallbackOptions, refusal: InfeasibleBudgetError | None = None) -> None:
         self._options = options
         self.surgeon = Surgeon(options.decomposition(), options.read_choices(), options.recovery)
         if options.recovery is not None and not self.surgeon.decomposes:
@@ -74,7 +76,7 @@ class FitRun:
         self.states = OptimizerStates(options.optimizer_state, options.disk_folder)
         self.in_backward = StepInBackward(asked=options.optimizer_step == "in_backward")
         cut = options.sub_batches
-        self._sub_batches = SubBatches(cut, self.memory) if cut is not None else None
+        self._sub_batches = SubBatches(cut, self.memory, refusal) if cut is not None else None
         self.steps = StepRunner(
             self.memory, self.in_backward, self._sub_batches, self.coach, retries=options.retry_on_oom
         )
@@ -85,6 +87,28 @@ class FitRun:
         self._hook: Any = None
         self._steps_before = 0
         self._served: tuple[ref[Trainer], ref[LightningModule]] | None = None
+
+    @classmethod
+    def in_parts(
+        cls, options: CallbackOptions, trainer: Trainer, module: LightningModule, error: InfeasibleBudgetError
+    ) -> FitRun:
+        """A run whose batches are cut, for a budget that no ranks and plan keep.
+
+        Args:
+            options: The callback's arguments.
+            trainer: About to train.
+            module: The model.
+            error: The refusal of the whole batch.
+
+        Raises:
+            InfeasibleBudgetError: This error, where an argument, the module or the trainer speaks against it.
+        """
+        cut = options.in_parts()
+        if cut is None or batch_norm_of(module) or sub_batch_hindrance(trainer, module):
+            raise error
+        if options.verbose:
+            rank_zero_info(f"CTDR: {error.problem} All layers stay dense, and batches run in parts.")
+        return cls(cut, error)
 
     @property
     def budget_fit(self) -> BudgetFit | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,12 @@ class CallbackOptions(Ranks, Memory):
         if asked == "auto" and self.recovery is not None and self.recovery.distill:
             return "recovery.distill runs a teacher beside the step, whose bytes cannot be told beforehand"
         return ""
+
+    def in_parts(self) -> CallbackOptions | None:
+        """The same for batches in parts and dense layers; None where an argument speaks against either."""
+        if self.asks_for_cuts or self.sub_batches is not None or self.max_slowdown is not None:
+            return None
+        return None if self.cuts_hindrance("auto") else replace(self, rank=None, sub_batches="auto")
 
     def _check_work(self) -> None:
         """Refuse arguments that leave nothing to do: the defaults alone plan for no budget and cut no layer."""

@@ -15,11 +15,12 @@ def test_the_table_says_what_the_shortest_line_does_and_where_it_is_refused(tmp_
     rows = [
         Row("R", 0.8, 10 * MIB, 8 * MIB, 8 * MIB, 99.5, 99.5, 1.034, "dense", 3.0, 1.1),
         Row("R", 0.5, 10 * MIB, 5 * MIB, 6 * MIB, 99.5, 99.36, 0.9, "33% of the seconds", 12.4),
+        Row("R", 0.4, 10 * MIB, 4 * MIB, 4 * MIB, 99.5, 99.5, 1.5, "in parts"),
         Row("R", 0.3, 10 * MIB, 3 * MIB, 4 * MIB, 99.5),
     ]
     write_figures(tmp_path / "one_number.json", rows=rows)
     lines = BENCHMARK.table((tmp_path / "one_number.json").read_text(), "table").splitlines()
-    cells = "x1.03 | x0.90, 33% of the seconds, -0.14, **peak 0.600** | no: 0.40"
+    cells = "x1.03 | x0.90, 33% of the seconds, -0.14, **peak 0.600** | x1.50, in parts | no: 0.40"
     assert lines[2:-2] == [f"| R | 10.0 MiB, 99.5 | {cells} | 12 s |"]
     assert row.score is None
 

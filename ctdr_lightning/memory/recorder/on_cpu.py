@@ -15,6 +15,7 @@ from torch import Tensor
 from ctdr_lightning.basics.torch_private import FakeTensorMode, OpOverload, no_dispatch_modes, tree_map_only
 
 _LAYER = torch.ops.aten.mkldnn_rnn_layer.default
+LAYER_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 _WORKSPACE = 3  # its place among the results
 _sizes: dict[Hashable, int] = {}
 
@@ -40,3 +41,16 @@ def _workspace_size(args: Sequence[Any]) -> int:
             made = _LAYER(*tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype), tuple(args)))
         _sizes[key] = made[_WORKSPACE].numel() if made[_WORKSPACE] is not None else 0
     return _sizes[key]
+
+
+def with_workspace(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of a recurrent layer's backward with the workspace of its forward on the same dummies.
+
+    Args:
+        args: Its own, of which the last is the workspace.
+    """
+    # reverse; mode, hidden size, number of layers, biases, train, both ways; lengths; batch first
+    reverse, (mode, width, layers, biases, train, both), lengths, first = args[13], args[14:20], args[20], args[21]
+    with torch.enable_grad():
+        made = _LAYER(*args[:7], reverse, lengths, mode, width, layers, biases, both, first, train)
+    return *args[:-1], made[_WORKSPACE]

@@ -35,6 +35,7 @@ from ctdr_lightning.basics.torch_private import (
     tree_map_only,
 )
 from ctdr_lightning.memory.recorder.gpu_workspace import MODELLED, convolution_workspace_bytes
+from ctdr_lightning.memory.recorder.on_cpu import LAYER_BACKWARD, with_workspace
 from ctdr_lightning.memory.tape.clock import CpuClock, Timed
 from ctdr_lightning.memory.values.op_traits import is_float, may_run_on_dummies, traits
 from ctdr_lightning.memory.values.tensors import has_storage, tensors_in
@@ -174,7 +175,7 @@ class WorkspaceProbe:
             if taken:
                 self._known[index] = taken
         elif not self.other and tensors and not needs_no_workspace(func, args, kwargs):
-            if may_run_on_dummies(func, tensors):
+            if func is LAYER_BACKWARD or may_run_on_dummies(func, tensors):
                 self._want(index, func, args, kwargs)
             else:
                 self._unmeasured[name] = None
@@ -253,6 +254,8 @@ def _workspaces(calls: Sequence[_Call]) -> list[int | None]:
 def _workspace(call: _Call) -> int | None:
     func = call[0]
     args, kwargs = tree_map_only(_Dummy, _Dummy.make, call[1:])
+    if func is LAYER_BACKWARD:
+        args = with_workspace(args)
     with torch.no_grad():
         start_watching()
         try:

@@ -25,10 +25,12 @@ def kept(trace):
 def test_the_workspace_is_that_of_the_real_kernel(make, batch, width, layers):
     torch.manual_seed(0)
     net, x = make(16, width, layers, batch_first=True), torch.randn(batch, 16, 16)
+    step(net, x).backward()  # oneDNN's first call on weights lays them out anew
+    net.zero_grad()
     real, fake = record(lambda: step(net, x)), record_fake(net, x, step)
     assert kept(fake) == kept(real)
     assert (len(kept(real)) == layers) is (make is nn.LSTM)
-    assert Simulator(fake).peak_bytes == pytest.approx(Simulator(real).peak_bytes, rel=0.2)
+    assert Simulator(fake).peak_bytes == pytest.approx(Simulator(real).peak_bytes, rel=0.02)
 
 
 def test_nothing_is_kept_where_no_gradient_is_wanted():

@@ -1,21 +1,26 @@
 """A memory budget and no other argument: layers are cut only where no exact plan is good enough."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
 
 from ctdr_lightning import CTDRCallback, plan, restore
-from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError
 from ctdr_lightning.decomposition import FactorizedLayer
 from ctdr_lightning.joint import for_budget, pricing, search
 from ctdr_lightning.joint.turns import Turns
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.trainer.groups import grouped
 from tests import parts
+from tests.trainer.true_peaks import Peaks
 
 ROOM = "1GiB"
 
@@ -99,6 +104,72 @@ def test_an_untrained_network_is_not_cut_however_slow_the_exact_plan(bounds, pla
     made = callback(sum(bounds) // 2)
     fit(module(), made)
     assert made.fit.is_dense
+
+
+class Sorter(LightningModule):
+    """The batch is most of its memory; ``loss`` takes logits and classes."""
+
+    def __init__(self, loss=functional.cross_entropy, norm=nn.Identity):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(64, 64), norm(64), nn.ReLU(), nn.Linear(64, 4))
+        self.loss = loss
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def sort(chosen, *callbacks, **options):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2048, 64, generator=generator)
+    rows = DataLoader(TensorDataset(x, x.argmax(1) % 4), batch_size=1024)
+    torch.manual_seed(0)
+    return parts.fit(chosen, *callbacks, data=(rows, None), **{"max_epochs": 1, **options})
+
+
+def refused(chosen, **options):
+    """A budget below all plans of all ranks."""
+    with pytest.raises(InfeasibleBudgetError) as found:
+        sort(chosen, callback(1, rank="auto", **options))
+    return found.value.least_peak_bytes
+
+
+def test_batches_run_in_parts_where_no_ranks_and_no_plan_fit(tmp_path):
+    budget = round(0.6 * refused(Sorter()))
+    plain, chosen, made = Sorter(), Sorter(), callback(budget)
+    sort(plain, CTDRCallback(rank=None, policy="keep", verbose=False), max_epochs=2)
+    peaks = Peaks()
+    trainer = sort(chosen, made, peaks, max_epochs=2)
+    assert n_factorized(chosen) == 0
+    for name, weight in chosen.state_dict().items():
+        assert torch.allclose(weight, plain.state_dict()[name], rtol=1e-4, atol=1e-6), name
+    # before the first one the parts' memory is foreseen, with kernels of the processor on up to 32 MiB
+    assert max(peaks.bytes[1:]) <= budget
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert CTDRCallback.from_checkpoint(tmp_path / "last.ckpt").options.sub_batches == "auto"
+    sort(Sorter(), callback(budget), max_epochs=3, ckpt_path=tmp_path / "last.ckpt")
+
+
+def summed(logits, classes):
+    return functional.cross_entropy(logits, classes, reduction="sum")
+
+
+@pytest.mark.parametrize(
+    ("made", "options"),
+    [
+        (partial(Sorter, norm=nn.BatchNorm1d), {}),
+        (partial(Sorter, loss=summed), {}),
+        (Sorter, {"max_slowdown": 1.5}),
+        (Sorter, {"select": "net.0"}),
+    ],
+)
+def test_batches_that_may_not_run_in_parts_are_refused_with_the_least_peak(made, options):
+    budget = round(0.6 * refused(made()))
+    with pytest.raises(InfeasibleBudgetError, match="No ranks and plan fit"):
+        sort(made(), callback(budget, **options))
 
 
 def test_layers_are_cut_where_no_exact_plan_fits(bounds):

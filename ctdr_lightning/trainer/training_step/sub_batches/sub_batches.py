@@ -16,7 +16,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError
 from ctdr_lightning.basics.torch_private import no_dispatch_modes
 from ctdr_lightning.memory import signature_of
 from ctdr_lightning.trainer.training_step.events import BatchesCut
@@ -41,13 +41,14 @@ class SubBatches(Layer):
     Args:
         asked: How many sub-batches each batch has; ``"auto"`` for the fewest that fit the budget.
         memory: Knows how many these are.
+        refusal: Raised in the place of an obstacle, where nobody asked for sub-batches.
 
     Attributes:
         logs: Logs of the sub-batches.
     """
 
-    def __init__(self, asked: int | str, memory: MemoryStage) -> None:
-        self._asked, self._memory = asked, memory
+    def __init__(self, asked: int | str, memory: MemoryStage, refusal: InfeasibleBudgetError | None = None) -> None:
+        self._asked, self._memory, self._refusal = asked, memory, refusal
         self.logs = JoinedLogs()
         self._numbers: dict[Hashable, int] = {}
         self._held: list[tuple[nn.Parameter, Tensor]] = []
@@ -123,7 +124,12 @@ class SubBatches(Layer):
     def _number(self, step: Step) -> int:
         kind = (signature_of(step.inputs, step.module), step.extra, self._memory.planner.limits)
         if kind not in self._numbers:
-            self._numbers[kind] = self._decided(step.module, step.run, step.inputs)
+            try:
+                self._numbers[kind] = self._decided(step.module, step.run, step.inputs)
+            except ConfigError as obstacle:
+                if self._refusal is None:
+                    raise
+                raise self._refusal from obstacle
         return self._numbers[kind]
 
     def _decided(self, module: LightningModule, inner: Run, inputs: Any) -> int:
