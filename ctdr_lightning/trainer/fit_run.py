@@ -107,7 +107,8 @@ class FitRun:
         if cut is None or batch_norm_of(module) or sub_batch_hindrance(trainer, module):
             raise error
         if options.verbose:
-            rank_zero_info(f"CTDR: {error.problem} All layers stay dense, and batches run in parts.")
+            parts = "All layers stay dense, and batches run in parts: exact if their loss is a mean over samples"
+            rank_zero_info(f"CTDR: {error.problem} {parts}.")
         return cls(cut, error)
 
     @property

@@ -157,10 +157,15 @@ def summed(logits, classes):
     return functional.cross_entropy(logits, classes, reduction="sum")
 
 
+def noisy(logits, classes):
+    return functional.cross_entropy(logits, classes) * (1 + torch.rand(()))
+
+
 @pytest.mark.parametrize(
     ("made", "options"),
     [
         (partial(Sorter, norm=nn.BatchNorm1d), {}),
+        (partial(Sorter, loss=noisy), {}),
         (partial(Sorter, loss=summed), {}),
         (Sorter, {"max_slowdown": 1.5}),
         (Sorter, {"select": "net.0"}),

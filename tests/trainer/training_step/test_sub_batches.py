@@ -304,6 +304,19 @@ class Contrasts(Deep):
         return F.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
 
 
+class Padded(Deep):
+    """Class 3 is padding."""
+
+    def training_step(self, batch, index):
+        return F.cross_entropy(self.net(batch[0]), batch[1], ignore_index=3)
+
+
+def padded_at_the_end(n=40):
+    classes = torch.arange(n) % 3
+    classes[-3::2] = 3
+    return DataLoader(TensorDataset(samples(n).tensors[0], classes), n), None
+
+
 class Normalises(Deep):
     def training_step(self, batch, index):
         return F.cross_entropy(F.batch_norm(self.net(batch[0]), None, None, training=True), batch[1])
@@ -322,6 +335,7 @@ class Normalises(Deep):
         (Weighted, [], {}, "The loss is not a mean over samples"),
         (Contrasts, [], {}, "The loss is not a mean over samples"),
         (Normalises, [], {}, "The loss is not a mean over samples"),
+        (Padded, [], {"loader": padded_at_the_end()}, "The loss is not a mean over samples"),
     ],
 )
 def test_what_forbids_it_is_said(make, callbacks, options, words):

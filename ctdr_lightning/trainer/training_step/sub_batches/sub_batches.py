@@ -162,6 +162,8 @@ class SubBatches(Layer):
         finally:
             self.logs.close()
         self._checked = True
+        if reason and self._refusal is not None:
+            raise self._refusal  # nobody has said that it is one
         if reason:
             rank_zero_warn(
                 f"CTDR: whether the loss is a mean over samples could not be checked: {reason}. Only where it is, "
