@@ -3,11 +3,11 @@
 No paper; no published system chooses ranks and recomputation together. Each candidate is priced without being run.
 Along a ladder of shares the loss rises, so each ladder is walked down to its first candidate that fits; of the ladders'
 candidates the one of least measured KL is timed against the dense step in turns, and where it is too slow its ladder is
-walked on. If the time is only wished for, the walk is repeated: for a harmless loss within the wish, then within a
-quarter more, then for the dense model however long it takes, or else any loss. Without a budget each ladder's smallest
-share whose loss may be allowed is found by halving; from there on candidates are planned as long as their peaks fall,
-and the one of least peak is timed first. The allowed loss applies to refined factors (`allowance`); only a candidate
-that would be the answer is refined.
+walked on. One that loses nothing is timed before another ladder is begun. If the time is only wished for, the walk is
+repeated: for a harmless loss within the wish, then within a quarter more, then for the dense model however long it
+takes, or else any loss. Without a budget each ladder's smallest share whose loss may be allowed is found by halving;
+from there on candidates are planned as long as their peaks fall, and the one of least peak is timed first. The allowed
+loss applies to refined factors (`allowance`); only a candidate that would be the answer is refined.
 
 Complexity: one fake recording and one plan a candidate, a factorization and a KL for those that fit; without a budget
 about four factorizations and three plans a ladder.
@@ -180,8 +180,8 @@ class JointSearch:
     def _in_time(self, found: PricedChoice) -> PricedChoice:
         """The same, refused where its plan takes too long."""
         # without the tape's own time, which is known too badly to refuse by: the clock decides
-        error = _DENSE_ERROR if found.rung == DENSE and self._pricer.dense_runs else 1.0
-        if found.plan is not None and self._takes_too_long(found.plan.seconds / error):
+        overpriced = _DENSE_ERROR if found.rung == DENSE and self._pricer.dense_runs else 1.0
+        if found.plan is not None and self._takes_too_long(found.plan.seconds / overpriced):
             return found.told(outcome=self._too_slow(found.plan.seconds))
         return found
 

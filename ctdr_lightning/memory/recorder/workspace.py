@@ -255,7 +255,10 @@ def _workspace(call: _Call) -> int | None:
     func = call[0]
     args, kwargs = tree_map_only(_Dummy, _Dummy.make, call[1:])
     if func is LAYER_BACKWARD:
-        args = with_workspace(args)
+        try:
+            args = with_workspace(args)
+        except RuntimeError:  # not every kernel accepts dummies
+            return None
     with torch.no_grad():
         start_watching()
         try:
