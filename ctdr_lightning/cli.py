@@ -45,6 +45,7 @@ from ctdr_lightning.memory.helpful_places import place_that_fits
 from ctdr_lightning.memory.holders.base import HOLDERS
 from ctdr_lightning.memory.holders.optimizer_bytes import OPTIMIZERS, optimizer_of, predict
 from ctdr_lightning.memory.holders.places import Places
+from ctdr_lightning.memory.lazy.choice import LeavingOut, left_out
 from ctdr_lightning.memory.planner import resolve_budget
 from ctdr_lightning.memory.recorder.gpu_workspace import beside_the_step
 from ctdr_lightning.memory.recorder.precision import PRECISIONS
@@ -93,7 +94,7 @@ def _plan(options: argparse.Namespace) -> None:
     except InfeasibleBudgetError as error:
         raise _advised(error, account, options, step, batch) from error
     plain = simulate(account.whole)
-    print(parts, end="")
+    print(parts, *(f"{line}\n" for line in step.lean), sep="", end="")
     print(f"Plain step: peak {format_bytes(plain.peak_bytes)}, {format_seconds(plain.seconds)}.")
     _say(made, options)
     if options.html:
@@ -121,22 +122,31 @@ def _advised(
 
 @dataclass(frozen=True)
 class _Step:
-    """The model as the options decompose it, the account of a batch, and the report on its layers."""
+    """The model as the options decompose it, the account of a batch, the report on its layers, and what is left out."""
 
     model: nn.Module
     account: Callable[[Any], BatchAccount]
     report: Report | None
+    lean: list[str]
 
 
 def _step(options: argparse.Namespace) -> _Step:
     model, taken, report = _training(options)
     run = step_of(model, spare=bool(options.data))
+    limit_bytes = resolve_budget(options.budget, "cpu").peak_bytes if options.budget else None
+    lean: list[str] = []
 
-    def account(batch: Any) -> BatchAccount:
-        trace = record_fake(model, batch, run, device=options.device, precision=options.precision)
+    def recorded(batch: Any, leaving_out: LeavingOut) -> BatchAccount:
+        trace = record_fake(model, batch, leaving_out.step(run), device=options.device, precision=options.precision)
         return BatchAccount(options.places.equip(trace, options.device), taken)
 
-    return _Step(model, account, report)
+    def account(batch: Any) -> BatchAccount:
+        plain = recorded(batch, LeavingOut())
+        found = left_out(model, partial(recorded, batch), limit_bytes, plain) if options.rounding else None
+        lean[:] = [str(found)] if found is not None else []
+        return found.account if found is not None else plain
+
+    return _Step(model, account, report, lean)
 
 
 def _recorded(options: argparse.Namespace, step: _Step, batch: Any) -> tuple[BatchAccount, str]:
@@ -173,6 +183,7 @@ def _max_batch(options: argparse.Namespace) -> None:
         optimizer=taken,
         device=options.device,
         precision=options.precision,
+        rounding=options.rounding,
     )
     print(f"Largest batch in {options.budget}: {found.size}; {found.plain_size} without a plan.")
     _say(found.plan, options)
@@ -280,6 +291,10 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", help=f"one of {', '.join(POLICIES)}; auto by default where there is a budget")
     parser.add_argument("--device", help="GPU that the step is for, such as h100; this processor by default")
     parser.add_argument("--precision", help=f"{', '.join(PRECISIONS)}; the model's own by default")
+    parser.add_argument(
+        "--no-rounding", dest="rounding", action="store_false",
+        help="make the outputs of large layers even where their loss, taken in chunks, is the same up to rounding",
+    )  # fmt: skip
     parser.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default="adam", help="whose step counts as well")
 
 

@@ -42,7 +42,9 @@ try:
     # would go unnoticed.
     # Copies many tensors with one launch; `copy_` is one each.
     from torch import _foreach_copy_ as foreach_copy_
+    from torch._C import DisableTorchFunctionSubclass as NoTorchFunction
     from torch._C import DispatchKey, DispatchKeySet
+    from torch._C import _are_functorch_transforms_active as is_transformed  # whose tensors look like ordinary ones
     from torch._C import _AutoDispatchBelowAutograd as BelowAutograd
     from torch._C import _current_autograd_node as current_autograd_node  # whose backward runs in this thread
     from torch._C import _current_graph_task_id as graph_task_id  # -1 outside of a backward; torch's checkpoint asks so
@@ -56,6 +58,10 @@ try:
     # The older profiler records the allocations of its own thread alone. The public one is process-wide: starting it
     # ends a profiler that the user runs, and kills the process if that one is in its warm-up.
     from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
+
+    # Whether the backward under way may be asked for again: gradients that were made before it are scaled in place
+    # where it may not, which saves a copy as large as the weight.
+    from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
 
     # The public `saved_tensors_hooks` can be entered and left, but not asked which hooks are on top: without an answer
     # the hooks could not leave for the ops that keep everything (2.7 has no such name, which sets the floor).
@@ -114,13 +120,17 @@ for _name in ("CUDA", "XPU", "MPS", "HPU", "PrivateUse1"):
 #   _base, _is_view()  the tensor that a view refers to
 #   _indices(), _values()  the parts of a sparse tensor; the public ones ask for a coalesced one, which is a copy
 #   _is_zerotensor()  a tangent of zeros, which forward-mode AD makes without memory: to read its bytes ends the process
+#   _make_wrapper_subclass()  a tensor of a shape without data
 #   _cdata  a storage's identity (`data_ptr()` of two empty storages is the same)
 #   _schema, _overloadname, _overloadpacket  arguments read and written, returns: `torch.library` has no reader
 #   _op_dk  one kernel of an op: the composed one, where a decomposition in Python would be taken first
 #   _forward_hooks and its kin  a module's hooks: they can be added and removed, but not counted
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ATTRIBUTES: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (torch.Tensor, ("_version", "_base", "_is_view", "_indices", "_values", "_is_zerotensor")),
+    (
+        torch.Tensor,
+        ("_version", "_base", "_is_view", "_indices", "_values", "_is_zerotensor", "_make_wrapper_subclass"),
+    ),
     (torch.UntypedStorage, ("_cdata",)),
     (torch.nn.Identity(), _HOOKS),
     (torch.ops.aten.relu.default, ("_schema", "_overloadname", "_overloadpacket", "_op_dk")),
@@ -331,6 +341,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "NoTorchDispatch",
+    "NoTorchFunction",
     "OpMode",
     "OpOverload",
     "SetKeyExcluded",
@@ -348,7 +359,9 @@ __all__ = [
     "higher_order_utils",
     "hooks_of",
     "is_key_excluded",
+    "is_transformed",
     "keep_gpu_busy",
+    "keeps_graph",
     "mark_stepped",
     "n_dispatch_modes",
     "no_dispatch_modes",

@@ -87,6 +87,8 @@ class BudgetFit(_Numbers):
         measured_peak_bytes: Peak of the chosen step as counted in a run, optimizer state included.
         considered: Every candidate, in order.
         metric: Change of the user's metric; None without one.
+        leaving_out: Names of the chosen model's large linear layers, where their outputs are left out: the plan is for
+            steps whose forward runs in ``LazyHeads(model, fit.leaving_out)``.
         search_s: Seconds that the choice took.
     """
 
@@ -95,6 +97,7 @@ class BudgetFit(_Numbers):
     report: Report
     considered: tuple[Considered, ...] = ()
     metric: MetricChange | None = None
+    leaving_out: tuple[str, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -151,9 +154,15 @@ class BudgetFit(_Numbers):
             f"of it {format_seconds(self.plan.recompute_seconds)} recomputation; {timed}.",
             f"Expected cost: KL {self.loss:.4f} nats to the dense outputs, before any training.",
             *metric,
+            *self._left_out(),
             *self._without_a_cut(),
             f"Looked at: {_counted(len(self.considered), 'candidate')}, in {self.search_s:.1f} s.",
         ]
+
+    def _left_out(self) -> list[str]:
+        if not self.leaving_out:
+            return []
+        return [f"Dense and chosen steps do without the outputs of {' and '.join(self.leaving_out)}: losses in chunks."]
 
     def _without_a_cut(self) -> list[str]:
         """The price of the budget for the dense model, or of the dense model for the step."""
@@ -193,12 +202,14 @@ class BudgetFit(_Numbers):
         try:
             rest = {name: item for name, item in data.items() if name not in ("kind", "version", "choices", "plan")}
             report, considered, metric = rest.pop("report"), rest.pop("considered"), rest.pop("metric", None)
+            leaving_out = tuple(map(str, rest.pop("leaving_out", ())))
             return cls(
                 choices=Choices.from_dict(data["choices"]),
                 plan=Plan.from_json(json.dumps(data["plan"])),
                 report=read_record(Report, report),
                 considered=tuple(read_record(Considered, row) for row in considered),
                 metric=read_record(MetricChange, metric) if metric is not None else None,
+                leaving_out=leaving_out,
                 **asdict(read_record(_Numbers, rest)),
             )
         except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:

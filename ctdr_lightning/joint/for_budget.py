@@ -33,6 +33,8 @@ from ctdr_lightning.joint.pricing import Account, Pricer, standing
 from ctdr_lightning.joint.search import PATIENT, JointSearch
 from ctdr_lightning.joint.twins import twin_with, unmoved
 from ctdr_lightning.memory.holders.optimizer_bytes import optimizer_of, predict_for
+from ctdr_lightning.memory.lazy.choice import LeavingOut
+from ctdr_lightning.memory.lazy.heads import LazyHeads
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.simulator.actions import Recompute
 
@@ -56,6 +58,7 @@ def fit_to_budget(
     max_slowdown: float | None = None,
     max_loss: float | None = None,
     prefer_dense: bool = False,
+    rounding: bool = True,
     metric: MetricLike | None = None,
     method: str = "auto",
     select: str | Sequence[str] | None = None,
@@ -85,6 +88,8 @@ def fit_to_budget(
             the time gives way. Without a budget it is 1.0.
         max_loss: Largest mean KL of the outputs to the dense model's, in nats, refined; without a budget as harmless.
         prefer_dense: Whether the wish is 1.25: the dense model is left uncut where a plan of it takes no longer.
+        rounding: Whether large linear layers may leave out their outputs where the dense step does not fit with them;
+            their cross entropy is taken in chunks, which changes it by rounding. `BudgetFit.leaving_out` names them.
         metric: Where given, ``max_loss`` is the largest drop of it from the dense model's, refined. A function of a
             model in evaluation mode and a batch that returns a number, higher is better, of which the mean over samples
             is taken; or a metric of torchmetrics, which is given the step's output and the batch's target. It is
@@ -130,7 +135,9 @@ def fit_to_budget(
             judge = MetricJudge(metric, model, held_out, step) if metric is not None else None
             with unmoved(model):  # BatchNorm's statistics are as they were when the batches are looked at
                 pricer = Pricer(model, step, drawn[0], account)
-            forward = partial(_on_batch, step, drawn[0])
+                if rounding and pricer.gains_from_leaving_out(limits.peak_bytes):
+                    pricer = Pricer(model, LeavingOut(None).step(step), drawn[0], account)
+            forward = partial(_on_batch, pricer.step, drawn[0])
             allowance = _allowance(max_loss, limits, bench, judge)
             harmless = AllowedLoss(partial(_usual_loss, bench), bench.refined) if max_loss is None else allowance
             negligible = partial(_negligible_loss, bench)
@@ -140,6 +147,7 @@ def fit_to_budget(
         if found.trial is not None:
             bench.adopt(found.trial)
     fit = _fit(found, report, search, pricer, limits, perf_counter() - begin_s)
+    fit = replace(fit, leaving_out=LazyHeads(model).names if pricer.step is not step else ())
     return fit if judge is None or max_loss is None else replace(fit, metric=_change(judge, found, max_loss))
 
 

@@ -24,6 +24,7 @@ from ctdr_lightning.joint.turns import RealStep, in_turns
 from ctdr_lightning.joint.twins import structure_of, unmoved
 from ctdr_lightning.memory.account.batch import BatchAccount
 from ctdr_lightning.memory.bounds.lower_bound import floor_bytes
+from ctdr_lightning.memory.lazy.choice import LeavingOut, left_out
 from ctdr_lightning.memory.planner import plan
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.plans.plan import Plan
@@ -93,6 +94,7 @@ class Pricer:
         dense: Trace of the dense step.
         dense_s: Seconds of the dense step by the clock.
         dense_runs: Whether the dense step fits into the device's memory without a plan.
+        step: The step that is priced.
     """
 
     def __init__(
@@ -102,7 +104,7 @@ class Pricer:
         batch: Any,
         account: Account,
     ) -> None:
-        self._model, self._step, self._batch = model, step, batch
+        self._model, self.step, self._batch = model, step, batch
         self._account = account
         recorded = self._dense_step()
         self._python_s_per_replay, self._shares = recorded.python_s_per_replay, _shares(recorded)
@@ -117,7 +119,7 @@ class Pricer:
 
     def _dense_step(self) -> Trace:
         """Record the dense step and time it by the clock, where it fits; a long one is run twice in all."""
-        whole = RealStep(self._model, partial(self._step, self._model, self._batch))
+        whole = RealStep(self._model, partial(self.step, self._model, self._batch))
         try:
             first_s = whole.seconds()
         except torch.OutOfMemoryError:
@@ -132,6 +134,24 @@ class Pricer:
         if self.dense_runs and not is_long:
             self.dense_s = min(whole.seconds() for _ in range(_N_RECORDINGS))
         return recorded
+
+    def gains_from_leaving_out(self, budget_bytes: int | None) -> bool:
+        """Whether the dense step does not fit unchanged, and takes fewer bytes without the outputs of large layers.
+
+        Args:
+            budget_bytes: The budget; None for none.
+        """
+
+        def account(leaving_out: LeavingOut) -> BatchAccount:
+            step = leaving_out.step(self.step)
+            if self._on_fakes:
+                lean = record_fake(self._model, self._batch, step, device=self._calls)
+            else:
+                lean = self._really(step, self._model)
+            return self._account(lean, self._model)
+
+        plain = self._account(self.dense, self._model)
+        return left_out(self._model, account, budget_bytes, plain) is not None
 
     def price(self, choices: Choices) -> Price:
         """The price of a candidate's step, its optimizer's state included.
@@ -186,7 +206,7 @@ class Pricer:
     def _tape_cost(self) -> float:
         """The same, measured on the dense step under a plan."""
         least, most = floor_bytes(self.dense), Simulator(self.dense).peak_bytes
-        forward = partial(self._step, self._model, self._batch)
+        forward = partial(self.step, self._model, self._batch)
         budget = Budget(round(least + _TRIED_SHARE * (most - least)), time_limit_s=_TRIED_PLANNING_S)
         try:
             made = plan(self.dense, budget)
@@ -204,7 +224,7 @@ class Pricer:
             return False
 
     def _fake(self, model: nn.Module) -> Trace:
-        return record_fake(model, self._batch, self._step, device=self._calls)
+        return record_fake(model, self._batch, self.step, device=self._calls)
 
     def _faked(self, model: nn.Module) -> Trace:
         trace = self._fake(model)
@@ -213,10 +233,13 @@ class Pricer:
 
     def recorded(self, model: nn.Module) -> Trace:
         """A real recording of a candidate's step; kept within the device's free memory where the dense step is not."""
+        return self._really(self.step, model)
+
+    def _really(self, step: Callable[[Any, Any], Tensor], model: nn.Module) -> Trace:
         for parameter in model.parameters():
             parameter.grad = None
         free = None if self.dense_runs else round(_SAFE_SHARE * torch.cuda.mem_get_info()[0])
-        return record(partial(self._step, model, self._batch), budget_bytes=free)
+        return record(partial(step, model, self._batch), budget_bytes=free)
 
 
 def _n_seen(made: Plan) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from ctdr_lightning.basics.units import as_given, format_bytes, parse_bytes
 from ctdr_lightning.memory.account.batch import BatchAccount
 from ctdr_lightning.memory.allocator.reserved import expandable_segments, runs_within
 from ctdr_lightning.memory.bounds.lower_bound import floor_bytes
+from ctdr_lightning.memory.lazy.choice import LeavingOut, kept_peak_bytes, left_out
 from ctdr_lightning.memory.planner import plan, served
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.policies import POLICIES, Budget
@@ -27,6 +28,7 @@ from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.traces.optimizer import NO_OPTIMIZER, OptimizerBytes
 
 M = TypeVar("M", bound=nn.Module)
+_ALL_OUTPUTS = LeavingOut()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ def max_batch(
     most: int = 1 << 20,
     device: DeviceModel | str | None = None,
     precision: str | None = None,
+    rounding: bool = True,
     progress: bool = True,
 ) -> LargestBatch:
     """Find the largest batch by bisection.
@@ -73,6 +76,8 @@ def max_batch(
         most: Largest batch to try.
         device: Device that the step is for, as for `record_fake`; None is this processor.
         precision: Precision of the step, as for `record_fake`.
+        rounding: Whether large linear layers may leave out their outputs, with the same loss up to rounding, in batches
+            that do not fit without a plan.
         progress: Whether to show on stderr how far the search is, once it has lasted two seconds.
 
     Raises:
@@ -90,17 +95,19 @@ def max_batch(
 
     tries = track(count(), "max_batch", total=3 * most.bit_length(), enabled=progress)
 
+    @cache
+    def account(size: int, leaving_out: LeavingOut = _ALL_OUTPUTS) -> BatchAccount:
+        next(tries)
+        trace = record_fake(module, make_inputs(size), leaving_out.step(step), device=device, precision=precision)
+        return BatchAccount(trace.with_static(static_bytes), optimizer)
+
     @cache  # the result of a search is remembered with its step
     def traced(size: int) -> Prepared:
-        next(tries)
-        trace = record_fake(module, make_inputs(size), step, device=device, precision=precision)
-        return Prepared(BatchAccount(trace.with_static(static_bytes), optimizer).whole)
+        lean = left_out(module, partial(account, size), limit, account(size)) if rounding else None
+        return Prepared((lean.account if lean is not None else account(size)).whole)
 
     def fits_plainly(size: int) -> bool:
-        trace = traced(size).trace
-        if traced(size).plain_peak_bytes > limit or trace.device != "cuda":
-            return traced(size).plain_peak_bytes <= limit
-        return runs_within(trace, None, limit, expandable=expandable_segments())
+        return _fits_plainly(account(size), limit)
 
     def may_fit(size: int) -> bool:
         return floor_bytes(traced(size)) <= limit
@@ -114,6 +121,12 @@ def max_batch(
         if size == 0:
             raise _not_even_one(traced(1), limit, policy, as_given(budget, limit))
         return LargestBatch(size, plan(traced(size), limit, policy), plain_size)
+
+
+def _fits_plainly(account: BatchAccount, limit_bytes: int) -> bool:
+    if account.step.device != "cuda" or kept_peak_bytes(account) > limit_bytes:
+        return kept_peak_bytes(account) <= limit_bytes
+    return runs_within(account.whole, None, limit_bytes, expandable=expandable_segments())
 
 
 def _fitting(step: Prepared, limit_bytes: int, policy: Policy) -> Plan | None:

@@ -84,6 +84,9 @@ class Memory:
             the same weights to the bit; None steps after the backward.
         sub_batches: In how many parts each batch runs, one after the other, with the gradients of the whole up to
             rounding: a number, ``"auto"`` for the fewest that fit ``memory_budget``, or None for the whole batch.
+        rounding: Whether what changes results by rounding may be done unasked, where the budget needs it: large linear
+            layers whose output is left out while its cross entropy is taken in chunks, and batches in parts. False
+            gives the results of a run without a budget, to the bit.
         keep_gradients: Whether the gradients of one step may be read in the next one's forward. True keeps them and
             counts their bytes; False frees them before the forward where the plan needs their bytes; None does so
             unless the module's own code reads them.
@@ -111,6 +114,7 @@ class Memory:
     optimizer_state: str | None = None
     optimizer_step: str | None = None
     sub_batches: int | str | None = None
+    rounding: bool = True
     keep_gradients: bool | None = None
     over_budget: str = "auto"
     retry_on_oom: bool = True
@@ -125,7 +129,7 @@ class Memory:
         if asked not in (None, "auto") and (isinstance(asked, bool) or not isinstance(asked, int) or asked < 1):
             raise ConfigError(f"sub_batches={asked!r} is not a number of sub-batches.", 'Write 4, "auto" or None.')
         check_verify(self.verify)
-        for name in ("retry_on_oom", "allow_untested"):
+        for name in ("rounding", "retry_on_oom", "allow_untested"):
             boolean(name, getattr(self, name))
         if self.keep_gradients is not None and not isinstance(self.keep_gradients, bool):
             raise ConfigError(

@@ -81,7 +81,8 @@ class CallbackOptions(Ranks, Memory):
 
     def in_parts(self) -> CallbackOptions | None:
         """The same for batches in parts and dense layers; None where an argument speaks against either."""
-        if self.asks_for_cuts or self.sub_batches is not None or self.max_slowdown is not None:
+        spoken = self.asks_for_cuts or self.sub_batches is not None or self.max_slowdown is not None
+        if spoken or not self.rounding:
             return None
         return None if self.cuts_hindrance("auto") else replace(self, rank=None, sub_batches="auto")
 

@@ -44,6 +44,25 @@ class BatchesCut(Event):
 
 
 @dataclass(frozen=True)
+class OutputsLeftOut(Event):
+    """Outputs of linear layers are left out of steps.
+
+    Attributes:
+        summary: Which, and at what gain, in words.
+    """
+
+    summary: str
+
+
+@dataclass(frozen=True)
+class OutputMade(Event):
+    """The output of a layer was made after all, as something other than a loss looked at it."""
+
+    layer: str
+    asked_by: str
+
+
+@dataclass(frozen=True)
 class RanOutOfMemory(Event):
     """A step ran out of memory and is tried again under a smaller budget."""
 

@@ -10,9 +10,37 @@ from torch import Tensor, nn
 
 from ctdr_lightning.memory import signature_of
 from ctdr_lightning.memory.guide.step_guide import StepGuide
+from ctdr_lightning.trainer.training_step.events import OutputMade, OutputsLeftOut
 from ctdr_lightning.trainer.training_step.layers import Backward, Chain, Layer, Step
 from ctdr_lightning.trainer.training_step.memory_stage import MemoryStage
 from ctdr_lightning.trainer.training_step.optimizer.in_backward import StepInBackward
+
+
+class Lean(Layer):
+    """Runs the forward of a step without the outputs that it can do without.
+
+    Args:
+        memory: Plans the steps.
+    """
+
+    def __init__(self, memory: MemoryStage) -> None:
+        self._memory = memory
+
+    def forward(self, step: Step, rest: Chain) -> Any:
+        """Decide which these are; make those that outlive the forward, before the weights change."""
+        planner, note = self._memory.planner, self._memory.note
+        if step.module.automatic_optimization:  # a manual step may change weights before it uses outputs again
+            planner.look_for_outputs(step.inputs)
+        if planner.lean:
+            note(OutputsLeftOut(planner.lean))
+        with planner.leaving_out.of(step.module) as heads:
+            output = rest.forward(step)
+            if heads is not None:
+                heads.settle()
+        for layer, asked_by in planner.outputs_made().items():
+            if planner.lean:
+                note(OutputMade(layer, asked_by))
+        return output
 
 
 class Planned(Layer):

@@ -51,6 +51,7 @@ class MemoryStage:
         self.budget_bytes: int | None = None
         self._last_plan: Plan | None = None
         self._collected = False
+        self._stale_bytes = 0
         self._module: LightningModule | None = None
 
     @property
@@ -180,6 +181,7 @@ class MemoryStage:
                 optimizer.zero_grad(set_to_none=True)
             gradients = local_bytes(p.grad for p in module.parameters() if p.grad is not None)
         adds = gradients > 0 and not fresh
+        self._stale_bytes = gradients if fresh else 0
         planned = self.session is None or self.session.plan_of(kind_of(adds)) is not None
         self.planner.inputs = None if planned else inputs
         beside_bytes = gradients + local_bytes(tensors_of(inputs))
@@ -244,7 +246,8 @@ class MemoryStage:
         if session is None or budget is None or session.plan is None or self._module is None:
             return
         before, least = surprises.counted_bytes, budget if self._options.sub_batches is not None else 0
-        predicted = max(least, session.plan.peak_bytes, self.rest_peak_bytes)  # of sub-batches, of the last one alone
+        # of sub-batches, of the last one alone; the last step's gradients may stay through the forward where they fit
+        predicted = max(least, session.plan.peak_bytes + self._stale_bytes, self.rest_peak_bytes)
         said = surprises.judge(measured.peak_bytes, predicted) if session.guided else ""
         if surprises.counted_bytes != before:
             self._set_static([])

@@ -12,7 +12,7 @@ from torch import Tensor
 from ctdr_lightning.trainer.accuracy.coach import Coach
 from ctdr_lightning.trainer.modules import has_compiled_step
 from ctdr_lightning.trainer.training_step.batch_meter import BatchMeter
-from ctdr_lightning.trainer.training_step.guided import Guided, Planned, Taught, Unguided, Updating
+from ctdr_lightning.trainer.training_step.guided import Guided, Lean, Planned, Taught, Unguided, Updating
 from ctdr_lightning.trainer.training_step.layers import Chain, Layer, Step
 from ctdr_lightning.trainer.training_step.memory_stage import MemoryStage
 from ctdr_lightning.trainer.training_step.metered import Metered, Tracked
@@ -75,6 +75,7 @@ class StepRunner:
         teacher = coach.around if coach is not None else None
         layers: list[Layer | None] = [
             self._sub_batches,
+            Lean(memory) if session is not None else None,
             Planned(memory) if session is not None else None,
             retry,
             self.meters,

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
+from functools import partial
 from typing import Any, cast
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from ctdr_lightning.basics.errors import InfeasibleBudgetError
+from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError
 from ctdr_lightning.basics.progress_bar import doing, one_bar
 from ctdr_lightning.joint.promise import promise
 from ctdr_lightning.memory import Plan, Trace, plan
 from ctdr_lightning.memory.account.batch import BatchAccount
 from ctdr_lightning.memory.holders.places import Places
+from ctdr_lightning.memory.lazy.choice import LeavingOut, in_words, kept_peak_bytes, left_out
+from ctdr_lightning.memory.lazy.heads import LazyHeads
 from ctdr_lightning.memory.many_shapes import ManyShapes
 from ctdr_lightning.memory.policies import Budget
 from ctdr_lightning.memory.traces.foreseen import FORESEEN
@@ -22,6 +25,8 @@ from ctdr_lightning.memory.traces.machine import Link
 from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.training_step.advice import Adviser, optimizer_does_not_fit
 from ctdr_lightning.trainer.training_step.bytes_beside import BytesBeside
+from ctdr_lightning.trainer.training_step.device import tensors_of
+from ctdr_lightning.trainer.training_step.optimizer.resident import local_bytes
 from ctdr_lightning.trainer.training_step.sub_batches.checks import batch_norm_of, sub_batch_hindrance
 from ctdr_lightning.trainer.training_step.sub_batches.parts import n_samples
 from ctdr_lightning.trainer.training_step.sub_batches.peaks import SubBatchPeaks, fake_steps
@@ -40,6 +45,8 @@ class BatchPlanner:
         shapes: Plans of steps that differ in sizes alone.
         inputs: The arguments of a step without a plan; None where it has one.
         rest_peak_bytes: Bytes of the last batch that was planned, while its optimizer steps.
+        leaving_out: Layers whose outputs are left out of the steps.
+        lean: That they are, in words; empty where none are.
     """
 
     def __init__(self, options: CallbackOptions, beside: BytesBeside, places: Places, budget_bytes: int | None) -> None:
@@ -51,6 +58,10 @@ class BatchPlanner:
         self.inputs: Any = None
         self.rest_peak_bytes = self._n_planned = 0
         self._tightened = self._warned = False
+        self.leaving_out = LeavingOut()
+        self.lean = ""
+        self._largest_bytes = 0
+        self._on_trial = False
 
     def attach(self, module: LightningModule) -> None:
         """Plan the steps of a model, which has its trainer."""
@@ -73,6 +84,8 @@ class BatchPlanner:
         """
         account, limit = self._beside.account(self._on_machine(trace)), self.budget_bytes
         self.rest_peak_bytes = account.rest_bytes
+        if self._on_trial:
+            self._end_trial(account)
         if limit is not None and account.rest_bytes > limit:
             named = self._ends_the_run  # a warning names no change
             error = self._adviser(account).optimizer_error() if named else optimizer_does_not_fit(account, limit)
@@ -121,13 +134,59 @@ class BatchPlanner:
         Raises:
             ConfigError: When the step cannot be recorded on fake tensors.
         """
+        self.look_for_outputs(inputs)
         with one_bar(self._shown), doing("count sub-batches"):
             return self._sub_batch_peaks(inputs).fewest() or n_samples(inputs[0][0])
+
+    def look_for_outputs(self, inputs: Any) -> None:
+        """Decide which outputs to leave out, where a larger batch than any before does not fit without a plan.
+
+        Args:
+            inputs: The arguments of the step.
+        """
+        n_bytes = local_bytes(tensors_of(inputs))
+        settled = self.leaving_out.names or n_bytes <= self._largest_bytes
+        if settled or self.budget_bytes is None or not self._options.rounding:
+            return
+        self._largest_bytes = n_bytes
+        try:
+            with one_bar(self._shown), doing("look for outputs to leave out"):
+                found = left_out(self._module, partial(self._fake_account, inputs), self.budget_bytes)
+        except ConfigError:  # a step that needs values: what it does with the outputs is seen when it runs
+            self.leaving_out, self._largest_bytes = LeavingOut(LazyHeads(self._module).names), 1 << 62
+            self._on_trial = bool(self.leaving_out.names)
+            return
+        if found is not None:
+            self.leaving_out, self.lean = LeavingOut(found.names), str(found)
+
+    def outputs_made(self) -> dict[str, str]:
+        """Outputs that the last forward made after all, and the functions that asked; later steps make them at once."""
+        made = {name: o.asked_by for name, o in self.leaving_out.outcomes.items() if o.asked_by}
+        if made:
+            self.leaving_out = LeavingOut(tuple(name for name in self.leaving_out.names or () if name not in made))
+        return made
+
+    def _end_trial(self, account: BatchAccount) -> None:
+        """A step without outputs was recorded: where it need not have been, they are made from now on."""
+        self._on_trial, chunks = False, max((o.chunks for o in self.leaving_out.outcomes.values()), default=0)
+        needed = kept_peak_bytes(account) + self.leaving_out.outputs_bytes > (self.budget_bytes or 0)
+        if needed and self.leaving_out.names and chunks:
+            self.lean = f"{in_words(self.leaving_out.names, chunks)}."
+        else:
+            self.leaving_out = LeavingOut()
+
+    def _fake_account(self, inputs: Any, leaving_out: LeavingOut) -> BatchAccount:
+        module = self._module
+        recorded = fake_steps(module.trainer, module, leaving_out)
+        account = self._beside.account_of_part(self._on_machine(recorded(inputs)), module, inputs)
+        if cast(Any, module.trainer).accumulate_grad_batches == 1:
+            return account
+        return account.adding([p.nbytes for p in module.parameters() if p.requires_grad])
 
     def _sub_batch_peaks(self, inputs: Any) -> SubBatchPeaks:
         assert self.budget_bytes is not None
         module = self._module
-        recorded = fake_steps(module.trainer, module)
+        recorded = fake_steps(module.trainer, module, self.leaving_out)
 
         def account(inputs: Any) -> BatchAccount:
             return self._beside.account_of_part(self._on_machine(recorded(inputs)), module, inputs)

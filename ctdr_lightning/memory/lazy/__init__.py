@@ -1,0 +1,1 @@
+"""Outputs that are made only if they are looked at."""
