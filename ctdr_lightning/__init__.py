@@ -11,6 +11,7 @@ from ctdr_lightning.joint.budget_fit import BudgetFit
 from ctdr_lightning.joint.for_budget import fit_to_budget
 from ctdr_lightning.memory import (
     Budget,
+    LazyHeads,
     Plan,
     Session,
     Simulator,
@@ -37,6 +38,7 @@ __all__ = [
     "BudgetFit",
     "CTDRCallback",
     "Choices",
+    "LazyHeads",
     "Memory",
     "Plan",
     "Ranks",

@@ -162,6 +162,13 @@ def actions() -> None:
     assert ctdr.simulate(recorded, some).peak_bytes
 
 
+def left_out() -> None:
+    head, tokens = torch.nn.Linear(8, 1000), torch.randint(1000, (600,))
+    with ctdr.LazyHeads(head) as heads:
+        torch.nn.functional.cross_entropy(head(torch.randn(600, 8)), tokens).backward()
+    assert heads.outcomes[""].chunks == 5
+
+
 def groups() -> None:
     given = {"ranks": ctdr.Ranks(method="svd"), "memory": ctdr.Memory(sub_batches=2)}
     assert ctdr.CTDRCallback("1GiB", 0.5, **given).options.sub_batches == 2
@@ -174,6 +181,7 @@ USES: dict[str, Callable[[], object]] = {
     **dict.fromkeys(("Budget", "POLICIES"), each_policy),
     **dict.fromkeys(("Choices", "Report", "decompose"), decompose),
     **dict.fromkeys(("LargestBatch", "max_batch"), largest),
+    "LazyHeads": lambda: under_fake(lambda step: left_out()),
     **dict.fromkeys(("Memory", "Ranks"), groups),
     **dict.fromkeys(("Plan", "Trace"), saved),
     **dict.fromkeys(("Prepared", "Simulator", "Timeline", "simulate"), simulated),

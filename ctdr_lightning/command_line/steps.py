@@ -58,8 +58,7 @@ def _training_step(twin: Any, batch: Any) -> Tensor:
             "Plan the network that it trains: name a callable that returns it.",
         )
     attach_fake_trainer(twin)
-    takes_index = "batch_idx" in inspect.signature(twin.training_step).parameters
-    return _loss(twin.training_step(batch, 0) if takes_index else twin.training_step(batch), "training_step")
+    return _loss(twin.training_step(*(batch, 0)[: _n_taken(twin.training_step, 2)]), "training_step")
 
 
 def _forward(twin: nn.Module, batch: Any, spare: bool) -> Tensor:
@@ -67,15 +66,16 @@ def _forward(twin: nn.Module, batch: Any, spare: bool) -> Tensor:
         return _loss(twin(**batch), "forward")
     if not isinstance(batch, tuple | list):
         return _loss(twin(batch), "forward")
-    return _loss(twin(*(batch[: _n_taken(twin, len(batch))] if spare else batch)), "forward")
+    return _loss(twin(*(batch[: _n_taken(twin.forward, len(batch))] if spare else batch)), "forward")
 
 
-def _n_taken(twin: nn.Module, n_given: int) -> int:
-    """Number of the given positional arguments that the forward takes."""
-    kinds = [parameter.kind for parameter in inspect.signature(twin.forward).parameters.values()]
+def _n_taken(run: Callable[..., Any], n_given: int) -> int:
+    """Number of the given positional arguments that a function takes."""
+    kinds = [parameter.kind for parameter in inspect.signature(run).parameters.values()]
     if inspect.Parameter.VAR_POSITIONAL in kinds:
         return n_given
-    return sum(kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)
+    taken = sum(kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)
+    return min(taken, n_given)
 
 
 def _loss(found: Any, of: str) -> Tensor:

@@ -3,6 +3,7 @@
 from ctdr_lightning.memory.guide.session import Session
 from ctdr_lightning.memory.guide.step_kinds import signature_of
 from ctdr_lightning.memory.largest_batch import LargestBatch, max_batch
+from ctdr_lightning.memory.lazy.heads import LazyHeads
 from ctdr_lightning.memory.planner import plan
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.policies import POLICIES, Budget
@@ -24,6 +25,7 @@ __all__ = [
     "Action",
     "Budget",
     "LargestBatch",
+    "LazyHeads",
     "Plan",
     "Prepared",
     "Recorder",

@@ -12,7 +12,6 @@ the weight has elements, and these twice while their softmax is taken; at least 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +22,9 @@ from torch.nn import functional as F
 
 from ctdr_lightning.basics.torch_private import keeps_graph
 
-# Fewer rows make a product's reading of the weight longer than its arithmetic: at 128 features, chunks of 128 rows
-# took 1.12 times as long as chunks of 256, and chunks of 768, which no cache holds, 1.19 times.
-LEAST_ROWS = 256
+# Fewer rows make a product's reading of the weight longer than its arithmetic: at 128 features, chunks of 64 rows took
+# 1.2 times as long as chunks of 128, and chunks of 768, which no cache holds, as well.
+LEAST_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -80,58 +79,119 @@ def n_chunks(n_rows: int, n_features: int) -> int:
     return -(-n_rows // rows_of_chunk(n_features))
 
 
+class _Hard:
+    """Targets that are class indices: what of the loss depends on rows alone, for all rows at once."""
+
+    def __init__(self, target: Tensor, terms: LossTerms, classes: Tensor | None, n_classes: int, scale: Tensor) -> None:
+        self._ignored = target == terms.ignored
+        indices = target.masked_fill(self._ignored, 0).long()[:, None]
+        counts = ~self._ignored[:, None] * scale
+        weights = counts if classes is None else counts * classes[indices]
+        on_target = weights * (1 - terms.smoothing)
+        self._classes, self._each = classes, terms.smoothing / n_classes
+        total = on_target + counts * (self._each * (n_classes if classes is None else classes.sum()))
+        self.rows = (indices, -on_target, total, counts)
+        self.divisor = weights.sum()
+
+    def loss(self, logs: Tensor, indices: Tensor, minus_on_target: Tensor, total: Tensor, counts: Tensor) -> Tensor:
+        """The losses of some rows, of shape (rows, 1)."""
+        loss = logs.gather(1, indices) * minus_on_target
+        if self._each:
+            everywhere = logs.sum(1) if self._classes is None else logs @ self._classes
+            loss = loss - self._each * counts * everywhere[:, None]
+        return loss
+
+    def slope(self, logs: Tensor, indices: Tensor, minus_on_target: Tensor, total: Tensor, counts: Tensor) -> Tensor:
+        """The gradient of these by the logits, in the place of the logarithms."""
+        slope = logs.exp_().mul_(total).scatter_add_(1, indices, minus_on_target)
+        if self._each:
+            classes = torch.ones_like(slope[0]) if self._classes is None else self._classes
+            slope.addr_(counts[:, 0], classes, alpha=-self._each)
+        return slope
+
+    def finished(self, losses: Tensor) -> Tensor:
+        """Rows that count nothing, whose logits may be infinite, have no loss."""
+        return losses.masked_fill_(self._ignored, 0)
+
+
+class _Soft:
+    """Targets that are probabilities of classes."""
+
+    def __init__(self, target: Tensor, terms: LossTerms, classes: Tensor | None, n_classes: int, scale: Tensor) -> None:
+        self._classes, self._smoothing, self._n_classes = classes, terms.smoothing, n_classes
+        self.rows = (target, scale)
+        self.divisor = scale.new_full((), len(target))
+
+    def _shares(self, target: Tensor, scale: Tensor) -> Tensor:
+        shares = target.to(scale.dtype)
+        if self._smoothing:
+            shares = shares * (1 - self._smoothing) + self._smoothing / self._n_classes
+        return shares * (scale if self._classes is None else scale * self._classes)
+
+    def loss(self, logs: Tensor, target: Tensor, scale: Tensor) -> Tensor:
+        """The losses of some rows, of shape (rows, 1)."""
+        return -(self._shares(target, scale) * logs).sum(1, keepdim=True)
+
+    def slope(self, logs: Tensor, target: Tensor, scale: Tensor) -> Tensor:
+        """The gradient of these by the logits, in the place of the logarithms."""
+        shares = self._shares(target, scale)
+        return logs.exp_().mul_(shares.sum(1, keepdim=True)).sub_(shares)
+
+    def finished(self, losses: Tensor) -> Tensor:
+        """All rows count."""
+        return losses
+
+
 class _Chunks:
     """The chunks of one loss: its losses, and its gradients where they are asked for."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, terms: LossTerms, dtype: torch.dtype
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        terms: LossTerms,
+        dtype: torch.dtype,
+        *,
+        scale: Tensor | None = None,
     ) -> None:
-        self._hidden, self._target, self._terms, self._dtype = hidden, target, terms, dtype
-        self._own = (weight, bias)
+        self._hidden, self._dtype, self._own = hidden, dtype, (weight, bias)
         self._weight, self._bias = weight.to(dtype), bias.to(dtype) if bias is not None else None
         self._wide = torch.promote_types(dtype, torch.float32)
-        self._rows = rows_of_chunk(weight.shape[1])
-        self._classes = terms.weight.to(self._wide) if terms.weight is not None else None
-        self._soft = target.is_floating_point()
+        self._n_rows = rows_of_chunk(weight.shape[1])
+        classes = terms.weight.to(self._wide) if terms.weight is not None else None
+        kind = _Soft if target.is_floating_point() else _Hard
+        scale = hidden.new_ones(len(hidden), dtype=self._wide) if scale is None else scale.to(self._wide)
+        self._targets: Any = kind(target, terms, classes, weight.shape[0], scale[:, None])
+        self.divisor: Tensor = self._targets.divisor
 
-    def losses(
-        self, wanted: tuple[bool, bool, bool], scale: Tensor | None = None
-    ) -> tuple[Tensor, list[Tensor | None]]:
-        """One loss a row, and the gradients of hidden, weight and bias; None where not wanted.
+    def losses(self, wanted: tuple[bool, ...]) -> tuple[Tensor, list[Tensor | None]]:
+        """One loss a row, and the gradients of hidden, weight and bias by the sum of all; None where not wanted.
 
         Args:
             wanted: Which of the three gradients.
-            scale: Gradient of each row's loss, of shape (rows,); None is 1.
         """
-        hidden, found = self._hidden, self._hidden.new_empty(len(self._hidden), dtype=self._wide)
+        hidden, found = self._hidden, self._hidden.new_empty((len(self._hidden), 1), dtype=self._wide)
         to_hidden = torch.empty_like(hidden) if wanted[0] else None
         to_weight, to_bias = (self._sum_like(t) if w else None for t, w in zip(self._own, wanted[1:], strict=True))
-        for rows in self._slices():
-            found[rows], slope = self._of(rows, any(wanted))
-            if slope is None:
+        written = to_hidden if to_hidden is not None else hidden
+        chunks = [t.split(self._n_rows) for t in (hidden, written, found, *self._targets.rows)]
+        for states, to_states, losses, *rows in zip(*chunks, strict=True):
+            logs = self._logs(states)
+            losses.copy_(self._targets.loss(logs, *rows))
+            if not any(wanted):
                 continue
-            slope = slope if scale is None else slope.mul_(scale[rows, None])
+            slope = self._targets.slope(logs, *rows)
             if to_bias is not None:
                 to_bias += slope.sum(0)
             slope = slope.to(self._dtype)
             if to_hidden is not None:
-                to_hidden[rows] = slope @ self._weight
+                to_states.copy_(slope @ self._weight)
             if to_weight is not None:
-                _add_product(to_weight, slope, hidden[rows].to(self._dtype))
-        return found, [to_hidden, to_weight, to_bias]
-
-    def count(self) -> Tensor | float:
-        """The divisor of the mean."""
-        if self._soft:
-            return float(len(self._target))
-        counts = self._target != self._terms.ignored
-        if self._classes is None:
-            return counts.sum()
-        return (self._classes[torch.where(counts, self._target, 0).long()] * counts).sum()
-
-    def _slices(self) -> Iterator[slice]:
-        for begin in range(0, len(self._hidden), self._rows):
-            yield slice(begin, begin + self._rows)
+                _add_product(to_weight, slope, states.to(self._dtype))
+            del logs, slope  # or the next chunk would be made beside them
+        return self._targets.finished(found[:, 0]), [to_hidden, to_weight, to_bias]
 
     def _sum_like(self, tensor: Tensor | None) -> Tensor | None:
         """Sums over many chunks are kept in 32 bits at least."""
@@ -139,45 +199,10 @@ class _Chunks:
             return None
         return torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
 
-    def _of(self, rows: slice, slopes: bool) -> tuple[Tensor, Tensor | None]:
-        """The losses of some rows, and the gradient of these by their logits."""
-        logits = F.linear(self._hidden[rows].to(self._dtype), self._weight, self._bias)
-        logs = F.log_softmax(logits, 1, dtype=self._wide)
-        del logits  # its bytes serve the gradient
-        return self._soft_loss(logs, rows, slopes) if self._soft else self._hard_loss(logs, rows, slopes)
-
-    def _hard_loss(self, logs: Tensor, rows: slice, slopes: bool) -> tuple[Tensor, Tensor | None]:
-        counts = self._target[rows] != self._terms.ignored
-        classes = torch.where(counts, self._target[rows], 0)[:, None].long()
-        share = counts.to(self._wide)
-        on_target = share * (1 - self._terms.smoothing)
-        if self._classes is not None:
-            on_target = on_target * self._classes[classes[:, 0]]
-        loss, total = -on_target * logs.gather(1, classes)[:, 0], on_target
-        each = self._terms.smoothing / logs.shape[1]
-        if each:
-            all_of = logs.sum(1) if self._classes is None else logs @ self._classes
-            loss = loss - share * each * all_of
-            n_classes = logs.shape[1] if self._classes is None else self._classes.sum()
-            total = total + share * each * n_classes
-        loss = loss.masked_fill(~counts, 0)  # whose logits may be infinite
-        if not slopes:
-            return loss, None
-        slope = logs.exp_().mul_(total[:, None]).scatter_add_(1, classes, -on_target[:, None])
-        if each:
-            spread = torch.ones_like(slope[0]) if self._classes is None else self._classes
-            slope.addr_(share, spread, alpha=-each)
-        return loss, slope
-
-    def _soft_loss(self, logs: Tensor, rows: slice, slopes: bool) -> tuple[Tensor, Tensor | None]:
-        smoothing = self._terms.smoothing
-        shares = self._target[rows].to(self._wide)
-        if smoothing:
-            shares = shares * (1 - smoothing) + smoothing / logs.shape[1]
-        if self._classes is not None:
-            shares = shares * self._classes
-        loss = -(shares * logs).sum(1)
-        return loss, logs.exp_().mul_(shares.sum(1, keepdim=True)).sub_(shares) if slopes else None
+    def _logs(self, hidden: Tensor) -> Tensor:
+        """The logarithms of the classes' probabilities."""
+        logits = F.linear(hidden.to(self._dtype), self._weight, self._bias)
+        return F.log_softmax(logits, 1, dtype=self._wide)
 
 
 def _add_product(total: Tensor, slope: Tensor, hidden: Tensor) -> None:
@@ -202,7 +227,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 return chunks.losses((False, False, False))[0]
             losses, ctx.gradients = chunks.losses(tuple(ctx.needs_input_grad[:3]))
             # apart from the gradients until the backward, where a loss scaler keeps 16 bits from underflow
-            ctx.scale = losses.new_ones(()) / chunks.count() if reduction == "mean" else losses.new_ones(())
+            ctx.scale = losses.new_ones(()) / chunks.divisor if reduction == "mean" else losses.new_ones(())
             return losses.sum() * ctx.scale
 
     @staticmethod
@@ -215,7 +240,8 @@ class _ChunkedLoss(torch.autograd.Function):
         """
         if slope.dim():
             with torch.autocast(slope.device.type, enabled=False):
-                made = _Chunks(*ctx.saved_tensors, *ctx.how).losses(tuple(ctx.needs_input_grad[:3]), slope)[1]
+                chunks = _Chunks(*ctx.saved_tensors, *ctx.how, scale=slope)
+                made = chunks.losses(tuple(ctx.needs_input_grad[:3]))[1]
         else:
             made = _scaled(ctx, slope)
         typed = [t.to(dtype) if t is not None else None for t, dtype in zip(made, ctx.dtypes, strict=True)]

@@ -37,7 +37,7 @@ class LazyHeads:
         >>> with LazyHeads(model) as heads:
         ...     F.cross_entropy(model(tokens).transpose(1, 2), tokens).backward()
         >>> heads.outcomes["1"].chunks, heads.outcomes["1"].asked_by
-        (5, '')
+        (10, '')
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str] | None = None) -> None:

@@ -23,13 +23,14 @@ from ctdr_lightning.basics.torch_private import NoTorchFunction, no_dispatch_mod
 from ctdr_lightning.memory.lazy.chunked_loss import LossTerms, chunked_cross_entropy, n_chunks, rows_of_chunk
 
 _PROPERTIES = (
-    "shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse",
-    "is_quantized", "is_nested", "is_leaf", "itemsize", "nbytes",
+    "shape", "dtype", "ndim", "requires_grad", "layout", "is_sparse", "is_quantized", "is_nested", "is_leaf",
+    "itemsize", "nbytes",
 )  # fmt: skip
+_PLACES = {*(getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu", "is_meta")), Tensor.get_device}
 _FACTS = {
     *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.ndimension, Tensor.__len__, Tensor.is_floating_point,
-    Tensor.is_complex, Tensor.get_device, Tensor.element_size, Tensor.__hash__, torch.is_tensor, torch.numel,
+    Tensor.is_complex, Tensor.element_size, Tensor.__hash__, torch.is_tensor, torch.numel,
     torch.is_floating_point, torch.is_complex,
 }  # fmt: skip
 _RESHAPES = {Tensor.view, Tensor.reshape, Tensor.flatten, torch.reshape, torch.flatten}
@@ -144,6 +145,8 @@ class Logits(Tensor):
             with NoTorchFunction():
                 return func(*args, **kwargs)
         first = args[0] if args else kwargs.get("input")
+        if func in _PLACES:
+            return func(first.hidden)
         if isinstance(first, Logits) and not first.head.made:
             found = _loss(args, kwargs) if func is F.cross_entropy else _noted(first, func, args[1:], kwargs)
             if found is not None:
@@ -209,7 +212,8 @@ class _Absent(torch.autograd.Function):
         ctx.head, ctx.axis, ctx.dtype = head, axis, dtype
         ctx.save_for_backward(hidden, weight, bias)
         shape = [*hidden.shape[:axis], weight.shape[0], *hidden.shape[axis + 1 :]]
-        return Logits._make_wrapper_subclass(Logits, shape, dtype=dtype, device=hidden.device)  # type: ignore[attr-defined]
+        device = torch.ops.prim.device.default(hidden)  # as autograd sees it, for which a fake on a GPU may pose
+        return Logits._make_wrapper_subclass(Logits, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
 
     @staticmethod
     @once_differentiable

@@ -5,7 +5,7 @@ A change is tried before it is named: its peak is predicted as that of the run w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,6 +40,7 @@ class Adviser:
         account: The batch.
         budget_bytes: The budget.
         sub_batches: The peaks of the batch in sub-batches; None where it cannot be cut.
+        lean: The account of the batch without outputs that it may not leave out; None where there are none.
     """
 
     trainer: Any
@@ -48,6 +49,7 @@ class Adviser:
     account: BatchAccount
     budget_bytes: int
     sub_batches: SubBatchPeaks | None = None
+    lean: Callable[[], BatchAccount | None] = lambda: None
 
     def advised(self, error: InfeasibleBudgetError) -> InfeasibleBudgetError:
         """The error of forward and backward, with the nearest change before its own hint."""
@@ -75,6 +77,10 @@ class Adviser:
             return
         places = self.options.places().on(self.trainer.strategy.root_device.type)
         yield from filter(None, [place_that_fits(self.account, self.budget_bytes, places, self.options.policy)])
+        lean = self.lean()
+        if lean is not None:
+            peak_bytes = planned_peak_bytes(lean, self.budget_bytes, self.options.policy)
+            yield Change(MEMORY, "rounding", True, lean, peak_bytes, ", without the outputs of large layers")
         found = self.sub_batches.change() if self.sub_batches is not None else None
         if found is not None:
             yield replace(found, value="auto", note=f" in {found.value} sub-batches")

@@ -202,7 +202,19 @@ class BatchPlanner:
     def _adviser(self, account: BatchAccount) -> Adviser:
         assert self.budget_bytes is not None
         cut = self._sub_batch_peaks(self.inputs) if self._may_cut() else None
-        return Adviser(self._module.trainer, self._module, self._options, account, self.budget_bytes, cut)
+        return Adviser(
+            self._module.trainer, self._module, self._options, account, self.budget_bytes, cut, self._lean_account
+        )
+
+    def _lean_account(self) -> BatchAccount | None:
+        """The batch without outputs that the options keep; None where there are none to leave out."""
+        if self._options.rounding or self.inputs is None:
+            return None
+        try:
+            found = left_out(self._module, partial(self._fake_account, self.inputs), self.budget_bytes)
+        except ConfigError:
+            return None
+        return found.account if found is not None else None
 
     def _may_cut(self) -> bool:
         """Whether the batch of the present step could run as sub-batches, and does not."""
