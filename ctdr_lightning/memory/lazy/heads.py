@@ -37,7 +37,7 @@ class LazyHeads:
         >>> with LazyHeads(model) as heads:
         ...     F.cross_entropy(model(tokens).transpose(1, 2), tokens).backward()
         >>> heads.outcomes["1"].chunks, heads.outcomes["1"].asked_by
-        (10, '')
+        (2, '')
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str] | None = None) -> None:
@@ -76,8 +76,7 @@ class _LazyForward:
 
     def __call__(self, input: Tensor) -> Tensor:
         weight, bias = self._layer.weight, self._layer.bias
-        n_features = weight.shape[1]
-        long = n_chunks(input.numel() // n_features, n_features) > 1
+        long = n_chunks(input.numel() // weight.shape[1], weight) > 1
         if long and self._layer.training and _is_plain(input, weight):
             return logits_of(input, weight, bias, self._outcome)
         return F.linear(input, weight, bias)

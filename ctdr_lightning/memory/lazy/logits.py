@@ -320,7 +320,7 @@ def _argmax(logits: Logits, dim: int | None = None, keepdim: bool = False) -> Te
         return None
     with torch.no_grad():
         rows = logits.hidden.movedim(logits.axis, -1)
-        flat = rows.reshape(-1, rows.shape[-1]).split(rows_of_chunk(rows.shape[-1]))
+        flat = rows.reshape(-1, rows.shape[-1]).split(rows_of_chunk(*logits.head.weight.shape))
         found = torch.cat([logits.head.output(chunk).argmax(1) for chunk in flat]).reshape(rows.shape[:-1])
     return found.unsqueeze(dim) if keepdim else found
 
@@ -340,7 +340,7 @@ def _loss(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
     head, reduction = logits.head, asked.arguments["reduction"]
     head.check()
     terms = LossTerms(weight, asked.arguments["ignore_index"], asked.arguments["label_smoothing"], reduction)
-    head.outcome.chunks = max(head.outcome.chunks, n_chunks(*rows[0].shape))
+    head.outcome.chunks = max(head.outcome.chunks, n_chunks(len(rows[0]), head.weight))
     loss = chunked_cross_entropy(rows[0], head.weight, head.bias, rows[1], terms, head.dtype)
     if reduction == "none":
         loss = loss.reshape([n for d, n in enumerate(logits.shape) if d != logits.axis])

@@ -30,6 +30,8 @@ _READ_AGAIN = {
 # A view is no kernel: the host makes it in about a quarter of an op's time.
 _VIEW_SHARE = 0.25
 _BF16_CAPABILITY = (8, 0)
+# `torch.nn.functional.linear_cross_entropy` with options is one operator, which torch does not count.
+_CHUNKED_LOSS = "torch_nn._linear_cross_entropy_batch_chunked"
 
 
 def op_seconds(device: DeviceModel, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
@@ -87,8 +89,23 @@ def _rate(device: DeviceModel, name: str, dtype: torch.dtype) -> float:
 def _flops(func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
     if name.startswith("aten._cudnn_rnn"):
         return _recurrent_flops(name, args)
-    count = flop_registry.get(getattr(func, "_overloadpacket", func))  # a higher-order operator has no packet
+    if name.startswith(_CHUNKED_LOSS):
+        return _loss_flops(args)
+    packet = getattr(func, "_overloadpacket", func)  # a higher-order operator has no packet
+    count = flop_registry.get(packet) or flop_registry.get(_out_of_place(packet))
     return count(*args, **kwargs, out_val=out) if count is not None else 0
+
+
+def _out_of_place(packet: Any) -> Any:
+    """The operator that an operator in place, which torch does not count, does in place."""
+    name = str(packet).removeprefix("aten.")
+    return getattr(torch.ops.aten, name.rstrip("_"), packet) if name.endswith("_") else packet
+
+
+def _loss_flops(args: tuple[Any, ...]) -> float:
+    """Two for each row, class and feature; as many again for each gradient that is made with the loss."""
+    rows, (classes, features) = args[0].shape[0], args[1].shape
+    return 2 * rows * classes * features * (1 + sum(map(bool, args[12:14])))
 
 
 def _recurrent_flops(name: str, args: tuple[Any, ...]) -> float:

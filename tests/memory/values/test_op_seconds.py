@@ -1,8 +1,10 @@
 import pytest
 import torch
+from torch import nn
 
 from ctdr_lightning.basics.devices import DEVICES, DeviceModel, device_model
 from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.memory import record_fake
 from ctdr_lightning.memory.values.op_seconds import behind_host, op_seconds
 
 aten = torch.ops.aten
@@ -88,3 +90,19 @@ def test_cards_have_what_cuda_reports_of_them():
     reported = {"a100": 79.2, "h200": 139.4, "t4": 14.6, "l4": 22.0}
     assert {name: round(DEVICES[name].memory_bytes / 2**30, 1) for name in reported} == reported
     assert all(model.memory_bytes - model.usable_bytes == model.context_bytes > 0 for model in DEVICES.values())
+
+
+def test_products_in_place_count_as_those_out_of_place():
+    a = torch.ones(100, 100)
+    assert seconds(aten.addmm_.default, a.clone(), a, a) == pytest.approx(2 * 100**3 / 1e6)
+
+
+def test_torchs_own_loss_in_chunks_is_three_products():
+    def step(net, x):
+        targets = torch.zeros(256, dtype=torch.long)
+        return nn.functional.linear_cross_entropy(x, net.weight, targets, options=nn.LinearCrossEntropyOptions())
+
+    trace = record_fake(nn.Linear(64, 512), torch.empty(256, 64).requires_grad_(), step, device=MODEL)
+    loss = max(trace.ops, key=lambda op: op.seconds)
+    assert "linear_cross_entropy" in loss.name
+    assert loss.seconds == pytest.approx(3 * 2 * 256 * 512 * 64 / MODEL.flops32_per_s)

@@ -1,0 +1,57 @@
+"""A choice for a budget that the logits of a language model break."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ctdr_lightning import BudgetFit, LazyHeads, Tape, fit_to_budget
+from ctdr_lightning.basics.errors import InfeasibleBudgetError
+from ctdr_lightning.basics.units import MIB
+from ctdr_lightning.memory.values.live_bytes import PeakMeter
+
+WORDS = 4000
+
+
+def language_model():
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    return nn.Sequential(nn.Embedding(WORDS, 32), block, nn.Linear(32, WORDS))
+
+
+def step(net, tokens):
+    return F.cross_entropy(net(tokens).transpose(1, 2), tokens)
+
+
+def batches():
+    torch.manual_seed(1)
+    return [torch.randint(WORDS, (4, 256)) for _ in range(2)]
+
+
+def test_the_dense_model_without_logits_is_the_answer():
+    net, data = language_model(), batches()
+    fit = fit_to_budget(net, step, data, 32 * MIB, prefer_dense=True, progress=False)
+    assert fit.is_dense
+    assert fit.leaving_out == ("2",)
+    assert fit.plan.keeps_all
+    assert "do without the outputs of 2" in str(fit)
+    assert BudgetFit.from_json(fit.to_json()).leaving_out == ("2",)
+    assert "forward" not in vars(net[2])
+
+    standing = sum(p.nbytes for p in net.parameters()) + data[0].nbytes
+    with PeakMeter() as meter, LazyHeads(net, fit.leaving_out), Tape(fit.plan):
+        loss = step(net, data[0])
+    with meter:
+        loss.backward()
+    adam = 2 * sum(p.nbytes for p in net.parameters())
+    assert standing + adam + meter.live.peak <= 32 * MIB
+
+
+def test_logits_are_made_where_they_fit():
+    fit = fit_to_budget(language_model(), step, batches(), 200 * MIB, prefer_dense=True, progress=False)
+    assert fit.leaving_out == ()
+
+
+def test_logits_are_made_where_rounding_is_forbidden():
+    with pytest.raises(InfeasibleBudgetError, match="No ranks and plan fit"):
+        fit_to_budget(language_model(), step, batches(), 32 * MIB, rounding=False, progress=False)
