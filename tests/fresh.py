@@ -169,6 +169,13 @@ def left_out() -> None:
     assert heads.outcomes[""].chunks == 2
 
 
+def tiled() -> None:
+    module, x = torch.nn.Sequential(torch.nn.Linear(8, 8)), torch.randn(6, 8)
+    with ctdr.TiledModules(module, {"0": 3}) as tiles:
+        module(x).sum().backward()
+    assert tiles.left_alone == {}
+
+
 def groups() -> None:
     given = {"ranks": ctdr.Ranks(method="svd"), "memory": ctdr.Memory(sub_batches=2)}
     assert ctdr.CTDRCallback("1GiB", 0.5, **given).options.sub_batches == 2
@@ -181,6 +188,7 @@ USES: dict[str, Callable[[], object]] = {
     **dict.fromkeys(("Budget", "POLICIES"), each_policy),
     **dict.fromkeys(("Choices", "Report", "decompose"), decompose),
     **dict.fromkeys(("LargestBatch", "max_batch"), largest),
+    "TiledModules": lambda: under_fake(lambda step: tiled()),
     "LazyHeads": lambda: under_fake(lambda step: left_out()),
     **dict.fromkeys(("Memory", "Ranks"), groups),
     **dict.fromkeys(("Plan", "Trace"), saved),

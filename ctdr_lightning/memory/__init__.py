@@ -15,6 +15,7 @@ from ctdr_lightning.memory.simulator.schedule import simulate
 from ctdr_lightning.memory.simulator.simulator import Simulator
 from ctdr_lightning.memory.simulator.timeline import Timeline
 from ctdr_lightning.memory.tape.tape import Tape
+from ctdr_lightning.memory.tiles.tiled_modules import TiledModules
 from ctdr_lightning.memory.traces.trace import Trace
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "Session",
     "Simulator",
     "Tape",
+    "TiledModules",
     "Timeline",
     "Trace",
     "max_batch",

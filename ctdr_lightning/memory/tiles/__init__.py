@@ -1,0 +1,1 @@
+"""Modules that run tile by tile of their samples."""

@@ -1,0 +1,147 @@
+"""The modules that may run in tiles: looked at first, then tried on samples of a real batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ctdr_lightning.basics.torch_private import (
+    FakeTensor,
+    OpMode,
+    OpOverload,
+    hooks_of,
+    no_dispatch_modes,
+    tree_leaves,
+)
+from ctdr_lightning.memory.tiles.tiled_run import Call, run_in_tiles
+from ctdr_lightning.memory.values.op_traits import COLLECTIVE, UNPROVEN, pin_reason_of_call, traits
+
+_FORBIDDEN = {
+    "random": "draws random numbers", COLLECTIVE: "exchanges data with other processes",
+    UNPROVEN: "runs an operator that is not torch's own", "higher-order operator": "runs a higher-order operator",
+}  # fmt: skip
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+# Relative to the norm of the whole. Sums over tiles of a batch of 64 differed by up to 3e-6 in 32 bits; samples that
+# mix, by a mean or a maximum over the batch, by 1e-2 and more.
+_ALIKE, _ROUNDED = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 4e-3}, 3e-2
+
+
+class _NotInTiles(Exception):
+    """An operator forbids tiles; its reason is the message."""
+
+
+class _Watch(OpMode):
+    """Stops at an operator by which the result would depend on the tiles.
+
+    Args:
+        outside: Tensors that were there before the module ran.
+    """
+
+    def __init__(self, outside: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._outside = {t.untyped_storage().data_ptr() for t in outside}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        op = traits(func)
+        reason = _FORBIDDEN.get(pin_reason_of_call(func, args, kwargs) if isinstance(func, OpOverload) else op.pin)
+        if op.batch_norm and (op.training is None or args[op.training]):
+            reason = "normalises each sample by its whole batch"
+        if reason is None and any(self._is_outside(args, place) for place in op.written):
+            reason = "writes to its input, a weight or a buffer"
+        if reason is not None:
+            raise _NotInTiles(reason)
+        return func(*args, **kwargs)
+
+    def _is_outside(self, args: Any, place: int) -> bool:
+        written = args[place] if place < len(args) else None
+        return isinstance(written, Tensor) and written.untyped_storage().data_ptr() in self._outside
+
+
+def static_hindrance(module: nn.Module) -> str:
+    """Why a module may not run in tiles, seen without running it; empty where nothing is seen.
+
+    Args:
+        module: The module.
+    """
+    if any(len(hooks) for inner in module.modules() for hooks in hooks_of(inner)):
+        return "has hooks, which would see tiles"
+    if any(isinstance(inner, _BATCH_NORMS) and inner.training for inner in module.modules()):
+        return "normalises each sample by its whole batch"
+    if any(type(p.data) not in (Tensor, FakeTensor) for p in module.parameters()):
+        return "has sharded weights"
+    return ""
+
+
+def hindrance(call: Call, tensors: Sequence[Tensor], buffers: Iterable[Tensor]) -> str:
+    """Why a call may not run in tiles; empty where it may.
+
+    Up to two tiles' samples run whole and in two parts, with gradients; no random state and no buffer changes.
+
+    Args:
+        call: The call.
+        tensors: Its tensors, which are real.
+        buffers: Of the module.
+    """
+    n_samples = min(call.n_samples, 2 * call.n_rows)
+    few = [t.detach() for t in call.pieces(tensors, 0, n_samples)]
+    try:
+        # hooks and modes of a step that is recorded or guided see nothing of it
+        with no_dispatch_modes(), saved_tensors_hooks(_same, _same), torch.enable_grad():
+            with _Watch([*few, *call.parameters, *buffers]):
+                call.outputs(few)
+            whole, parts = (_results(replace(call, n_samples=n_samples, n_tiles=n), few) for n in (1, 2))
+    except _NotInTiles as reason:
+        return str(reason)
+    rounds = torch.is_autocast_enabled(few[0].device.type)
+    if len(whole) != len(parts) or not all(_alike(a, b, rounds) for a, b in zip(whole, parts, strict=True)):
+        return "gives other results in parts: its samples mix"
+    return ""
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _results(call: Call, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    """Outputs and gradients."""
+    given = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
+    outputs = call.outputs(given)[0] if call.n_tiles == 1 else tree_leaves(run_in_tiles(call, given))
+    _check_outputs(call, outputs)
+    graded = [output for output in outputs if output.requires_grad]
+    wanted = [*(t for t in given if t.requires_grad), *call.parameters]
+    if not (graded and wanted):
+        return [*outputs]
+    return [*outputs, *torch.autograd.grad(graded, wanted, [_slope(o) for o in graded], allow_unused=True)]
+
+
+def _check_outputs(call: Call, outputs: Sequence[Any]) -> None:
+    for output in outputs:
+        if not isinstance(output, Tensor) or output.dim() <= call.axis or output.shape[call.axis] != call.n_samples:
+            raise _NotInTiles("has an output that is no tensor of its samples")
+
+
+def _slope(output: Tensor) -> Tensor:
+    """A gradient that tells samples and entries apart, without a random number."""
+    n = output.numel()
+    return (
+        torch.arange(n, device=output.device, dtype=torch.float32)
+        .mul_(0.7)
+        .cos_()
+        .reshape(output.shape)
+        .to(output.dtype)
+    )
+
+
+def _alike(whole: Tensor | None, parts: Tensor | None, rounds: bool) -> bool:
+    if whole is None or parts is None:
+        return whole is parts
+    if not whole.is_floating_point():
+        return torch.equal(whole, parts)
+    difference, size = float((whole - parts).float().norm()), float(whole.float().norm())
+    return difference <= (_ROUNDED if rounds else _ALIKE.get(whole.dtype, _ROUNDED)) * size

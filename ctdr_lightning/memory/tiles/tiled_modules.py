@@ -1,0 +1,127 @@
+"""Modules of a model that run in tiles, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint
+
+from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.basics.torch_private import FakeTensor, is_transformed, top_saved_tensors_hooks, tree_flatten
+from ctdr_lightning.memory.tiles.checks import hindrance, static_hindrance
+from ctdr_lightning.memory.tiles.tiled_run import Call, run_in_tiles
+
+
+class TiledModules:
+    """Runs modules of a model tile by tile of their samples, while it is entered.
+
+    The forward of such a module saves nothing, and its backward makes one tile after the other again. Results are those
+    of the whole up to rounding. A module that may not run so is left alone, with the reason.
+
+    Args:
+        model: The model; the modules get an instance attribute ``forward`` and lose it again.
+        tiles: From the name of a module to its number of tiles. A module inside another one of them runs in the tiles
+            of that one.
+        axis: Of the samples in the tensors that the modules take and give; 1 cuts sequences of modules that act on each
+            token alone.
+
+    Attributes:
+        left_alone: From the names of modules that run whole to the reasons.
+
+    Raises:
+        ConfigError: If a name is not that of a module, or a number is less than 2.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 8))
+        >>> with TiledModules(nn.Sequential(model), {"0": 4}) as tiled:
+        ...     model(torch.randn(32, 8)).sum().backward()
+        >>> tiled.left_alone
+        {}
+    """
+
+    def __init__(self, model: nn.Module, tiles: Mapping[str, int], axis: int = 0) -> None:
+        modules = dict(model.named_modules())
+        for name, number in tiles.items():
+            if name not in modules:
+                raise ConfigError(
+                    f"{name!r} is no module of {type(model).__name__}.", "Write a name of named_modules()."
+                )
+            if isinstance(number, bool) or not isinstance(number, int) or number < 2:
+                raise ConfigError(f"{number!r} is no number of tiles for {name!r}.", "Write 2 or more.")
+        outer = {name for name in tiles if not any(name.startswith(f"{other}.") for other in tiles)}
+        self._modules = {name: modules[name] for name in tiles if name in outer}
+        self._tiles, self._axis = dict(tiles), axis
+        self.left_alone: dict[str, str] = {}
+        self._forwards = {
+            name: _TiledForward(module, tiles[name], axis, name, self.left_alone)
+            for name, module in self._modules.items()
+        }
+
+    def __enter__(self) -> TiledModules:
+        """Replace the modules' forwards."""
+        for name, module in self._modules.items():
+            if "forward" in vars(module):
+                self.left_alone[name] = "has a forward of its own on the instance"
+            elif name not in self.left_alone:
+                vars(module)["forward"] = self._forwards[name]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Take the forwards off again."""
+        for name, module in self._modules.items():
+            if vars(module).get("forward") is self._forwards[name]:
+                del vars(module)["forward"]
+
+
+class _TiledForward:
+    """The forward of one module, put on the instance; a copy of the module copies this with it."""
+
+    def __init__(self, module: nn.Module, n_tiles: int, axis: int, name: str, left_alone: dict[str, str]) -> None:
+        self._module, self._n_tiles, self._axis = module, n_tiles, axis
+        self._name, self._left_alone, self._checked = name, left_alone, False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = self._whole
+        if self._name in self._left_alone or not self._trains():
+            return run(*args, **kwargs)
+        found = self._call(*args, **kwargs)
+        if found is None:
+            return run(*args, **kwargs)
+        call, tensors = found
+        if not self._checked:
+            fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+            reason = static_hindrance(self._module) or (
+                "" if fake else hindrance(call, tensors, self._module.buffers())
+            )
+            self._checked = not fake
+            if reason:
+                self._left_alone[self._name] = reason
+                return run(*args, **kwargs)
+        return run_in_tiles(call, tensors)
+
+    def _whole(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self._module).forward(self._module, *args, **kwargs)
+
+    def _trains(self) -> bool:
+        """Whether the call is one of ordinary training, not run again later by torch's checkpoint."""
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
+            return False
+        hooks = top_saved_tensors_hooks(True)
+        return hooks is None or hooks[0].__module__ != checkpoint.__name__
+
+    def _call(self, *args: Any, **kwargs: Any) -> tuple[Call, list[Tensor]] | None:
+        """The call and its tensors; None where nothing can be cut, or nothing is trained."""
+        leaves, nest = tree_flatten((args, kwargs))
+        places = tuple(place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+        tensors, axis = [leaves[place] for place in places], self._axis
+        parameters = tuple(p for p in self._module.parameters() if p.requires_grad)
+        n_samples = next((t.shape[axis] for t in tensors if t.dim() > axis), 0)
+        if n_samples < 2 or not (parameters or any(t.requires_grad for t in tensors)):
+            return None
+        cut = tuple(t.dim() > axis and t.shape[axis] == n_samples for t in tensors)
+        others = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        n_tiles = min(self._n_tiles, n_samples)
+        return Call(self._whole, others, nest, places, cut, axis, n_samples, n_tiles, parameters), tensors

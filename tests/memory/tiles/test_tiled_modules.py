@@ -1,0 +1,343 @@
+"""Modules in tiles: right up to rounding, or left alone with a reason."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.memory import Tape, plan, record, record_fake, simulate
+from ctdr_lightning.memory.tiles.tiled_modules import TiledModules
+from ctdr_lightning.memory.values.live_bytes import PeakMeter
+
+
+class Two(nn.Module):
+    """Several inputs, one of them for all samples, and several outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(6, 8)
+
+    def forward(self, x, *, other, shift, flag=True):
+        h = torch.tanh(self.first(x) + self.second(other)) + shift
+        return {"sum": h, "pair": (h * 2, (h > 0).sum(1))} if flag else h
+
+
+class Gated(nn.Module):
+    """Weights shared by two of its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.inner(torch.sigmoid(self.inner(x)) * x)
+
+
+def conv():
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Conv2d(8, 4, 3))
+
+
+ALONE = {  # a module and its input: the samples do not mix
+    "linear": lambda: (nn.Linear(6, 5), torch.randn(12, 6)),
+    "uneven": lambda: (nn.Linear(6, 5), torch.randn(11, 6)),
+    "fewer samples than tiles": lambda: (nn.Linear(6, 5), torch.randn(3, 6)),
+    "convolutions": lambda: (conv(), torch.randn(10, 3, 12, 12)),
+    "mlp": lambda: (nn.Sequential(nn.Linear(6, 32), nn.GELU(), nn.Linear(32, 6)), torch.randn(4, 9, 6)),
+    "layer norm": lambda: (nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6)), torch.randn(12, 6)),
+    "group norm": lambda: (nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8)), torch.randn(8, 3, 6, 6)),
+    "batch norm in evaluation": lambda: (nn.Sequential(nn.BatchNorm2d(3).eval()), torch.randn(8, 3, 6, 6)),
+    "dropout of 0": lambda: (nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.0)), torch.randn(12, 6)),
+    "attention": lambda: (nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True), torch.randn(8, 5, 6)),
+    "shared weights": lambda: (Gated(), torch.randn(12, 6)),
+    "frozen": lambda: (nn.Linear(6, 5).requires_grad_(False), torch.randn(12, 6)),
+    "parametrized": lambda: (nn.utils.parametrizations.weight_norm(nn.Linear(6, 5)), torch.randn(12, 6)),
+    "embedding": lambda: (nn.Embedding(9, 5), torch.randint(9, (12, 4))),
+}  # fmt: skip
+
+
+class BatchMean(nn.Linear):
+    def forward(self, x):
+        return super().forward(x - x.mean(0))
+
+
+class BatchMax(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) / x.abs().amax()
+
+
+class Counting(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 5)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+class InPlace(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.mul_(1.0))
+
+
+class Scalar(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return y, y.square().mean()
+
+
+def hooked():
+    module = nn.Sequential(nn.Linear(6, 5))
+    module[0].register_forward_hook(lambda *_: None)
+    return module
+
+
+MIXED = {  # and the reason
+    "batch norm": (lambda: (nn.Sequential(nn.BatchNorm2d(3)), torch.randn(8, 3, 6, 6)), "whole batch"),
+    "dropout": (lambda: (nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), torch.randn(12, 6)), "random"),
+    "batch mean": (lambda: (BatchMean(6, 5), torch.randn(12, 6)), "mix"),
+    "batch maximum": (lambda: (BatchMax(6, 5), torch.randn(12, 6)), "mix"),
+    "attention over samples": (lambda: (nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0), torch.randn(8, 5, 6)), "mix"),
+    "buffer": (lambda: (Counting(), torch.randn(12, 6)), "buffer"),
+    "input written": (lambda: (InPlace(6, 5), torch.randn(12, 6)), "input"),
+    "a scalar output": (lambda: (Scalar(6, 5), torch.randn(12, 6)), "no tensor of its samples"),
+    "hooks inside": (lambda: (hooked(), torch.randn(12, 6)), "hooks"),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+class Around(nn.Module):
+    """A module between two others, so that its input has a gradient where it can."""
+
+    def __init__(self, module, x):
+        super().__init__()
+        self.module, self.scale = module, nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.module(x * self.scale if x.is_floating_point() else x)
+
+
+def step(net, x):
+    out = net(x)
+    return sum(
+        part.square().sum() if i else part.sin().sum()
+        for i, part in enumerate(out if isinstance(out, tuple) else (out,))
+    )
+
+
+def results(net, x):
+    net.zero_grad()
+    state = torch.get_rng_state()
+    loss = step(net, x.clone())
+    loss.backward()
+    torch.set_rng_state(state)
+    return [loss.detach(), *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
+
+
+def agree(found, wanted, tolerance=2e-6):
+    assert len(found) == len(wanted)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert float((mine - theirs).norm()) <= tolerance * float(theirs.norm()) + 1e-6
+
+
+@pytest.mark.parametrize("n_tiles", [2, 4, 5])
+@pytest.mark.parametrize("case", ALONE)
+def test_samples_apart(case, n_tiles):
+    module, x = ALONE[case]()
+    net = Around(module, x)
+    wanted = results(net, x)
+    with TiledModules(net, {"module": n_tiles}) as tiled:
+        found = results(net, x)
+    assert tiled.left_alone == {}
+    agree(found, wanted)
+    assert "forward" not in vars(module)
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_samples_that_mix_are_left_alone(case):
+    make, reason = MIXED[case]
+    module, x = make()
+    net = Around(module, x)
+    twin = copy.deepcopy(net)
+    with TiledModules(net, {"module": 4}) as tiled:
+        found = results(net, x)
+    assert reason in tiled.left_alone["module"]
+    wanted = results(twin, x)
+    assert all(map(torch.equal, found, wanted))
+    assert all(map(torch.equal, net.state_dict().values(), twin.state_dict().values()))
+
+
+def test_several_inputs_and_outputs():
+    net, x, other = Two(), torch.randn(12, 6, requires_grad=True), torch.randn(12, 6, requires_grad=True)
+    shift = torch.randn(8, requires_grad=True)
+
+    def run():
+        for tensor in (*net.parameters(), x, other, shift):
+            tensor.grad = None
+        out = net(x, other=other, shift=shift)
+        (out["sum"].sin().sum() + out["pair"][0].square().sum()).backward()
+        return [*(t.grad for t in (x, other, shift, *net.parameters())), out["pair"][1].float()]
+
+    wanted = run()
+    with TiledModules(nn.ModuleDict({"net": net}), {"net": 5}) as tiled:
+        found = run()
+    assert tiled.left_alone == {}
+    agree(found, wanted)
+
+
+def test_an_output_that_nobody_uses():
+    net, x = Two(), torch.randn(12, 6)
+    with TiledModules(nn.ModuleDict({"net": net}), {"net": 3}):
+        out = net(x, other=x, shift=torch.zeros(8))
+        out["sum"].sum().backward()
+    assert net.first.weight.grad is not None
+
+
+def test_tokens_of_one_sequence():
+    mlp, x = nn.Sequential(nn.Linear(6, 64), nn.GELU(), nn.Linear(64, 6)), torch.randn(1, 40, 6)
+    net = Around(mlp, x)
+    wanted = results(net, x)
+    with TiledModules(net, {"module": 8}, axis=1) as tiled:
+        found = results(net, x)
+    assert tiled.left_alone == {}
+    agree(found, wanted)
+    attention = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
+    with TiledModules(Around(attention, x), {"module": 8}, axis=1) as tiled:
+        attention(x)
+    assert "mix" in tiled.left_alone["module"]
+
+
+def test_autocast_is_that_of_the_forward():
+    module, x = conv(), torch.randn(12, 3, 12, 12)
+    net = Around(module, x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = step(net, x)
+    loss.backward()
+    wanted = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    with TiledModules(net, {"module": 4}) as tiled, torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = step(net, x)
+    loss.backward()
+    assert tiled.left_alone == {}
+    agree([p.grad for p in net.parameters()], wanted, 2e-2)
+
+
+def test_a_module_inside_another_runs_in_its_tiles():
+    module, x = conv(), torch.randn(10, 3, 12, 12)
+    net = Around(module, x)
+    wanted = results(net, x)
+    with TiledModules(net, {"module": 5, "module.0": 2}) as tiled:
+        assert "forward" not in vars(module[0])
+        found = results(net, x)
+    assert tiled.left_alone == {}
+    agree(found, wanted)
+
+
+def test_a_checkpointed_module():
+    module, x = conv(), torch.randn(10, 3, 12, 12, requires_grad=True)
+    module(x).sum().backward()
+    wanted = [p.grad.clone() for p in module.parameters()]
+    for reentrant in (False, True):
+        module.zero_grad()
+        with TiledModules(nn.ModuleDict({"net": module}), {"net": 5}):
+            checkpoint(module, x, use_reentrant=reentrant).sum().backward()
+        agree([p.grad for p in module.parameters()], wanted)
+
+
+def test_evaluation_without_gradients_and_transforms_run_whole():
+    module, x = conv(), torch.randn(10, 3, 12, 12)
+    wanted = module(x)
+    with TiledModules(nn.ModuleDict({"net": module}), {"net": 5}):
+        with torch.no_grad():
+            assert torch.equal(module(x), wanted)
+        weights = {name: p.detach() for name, p in module.named_parameters()}
+        assert torch.func.functional_call(module, weights, (x,)).shape == wanted.shape
+        assert torch.func.grad(lambda w: torch.func.functional_call(module, w, (x,)).sum())(weights)
+
+
+def test_a_copy_has_its_own_weights():
+    module, x = conv(), torch.randn(10, 3, 12, 12)
+    with TiledModules(nn.ModuleDict({"net": module}), {"net": 5}):
+        twin = copy.deepcopy(module)
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.zero_()
+        assert not twin(x).any()
+
+
+@pytest.mark.parametrize(
+    ("tiles", "words"), [({"9": 2}, "no module"), ({"0": 1}, "number of tiles"), ({"0": True}, "number of tiles")]
+)
+def test_arguments_are_checked(tiles, words):
+    with pytest.raises(ConfigError, match=words):
+        TiledModules(nn.Sequential(nn.Linear(2, 2)), tiles)
+
+
+def alex():
+    first = nn.Sequential(nn.Conv2d(3, 16, 7, 2, 3), nn.ReLU(inplace=True), nn.MaxPool2d(2))
+    second = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(2))
+    return nn.Sequential(nn.Sequential(first, second), nn.Flatten(), nn.Linear(64, 10))
+
+
+def loss_of(net, batch):
+    return F.cross_entropy(net(batch[0]), batch[1])
+
+
+def tiled_step(net, batch):
+    with TiledModules(net, {"0": 8}) as tiled:
+        loss = loss_of(net, batch)
+    assert tiled.left_alone == {}
+    return loss
+
+
+def peak_of(net, run):
+    run().backward()  # looks at the module
+    net.zero_grad()
+    with PeakMeter() as meter:
+        run().backward()
+    return meter.live.peak
+
+
+def test_the_peak_falls_and_is_predicted():
+    net, batch = alex(), (torch.randn(32, 3, 64, 64), torch.randint(10, (32,)))
+    tiles = TiledModules(net, {"0": 8})
+
+    def run():
+        with tiles:
+            return loss_of(net, batch)
+
+    plain, tiled = peak_of(net, lambda: loss_of(net, batch)), peak_of(net, run)
+    assert tiled < 0.35 * plain
+    resident = sum(t.nbytes for t in (*net.parameters(), *batch))
+    assert simulate(record_fake(net, batch, tiled_step)).peak_bytes == resident + tiled
+    recorded = simulate(record(run)).peak_bytes
+    assert resident + tiled <= recorded <= 1.01 * (resident + tiled)  # with workspaces, which are no tensors
+
+
+def test_the_rest_of_a_tiled_step_is_planned_to_the_bit():
+    net = nn.Sequential(alex()[0], nn.Flatten(), *[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)])
+    x = torch.randn(32, 3, 64, 64)
+    tiles = TiledModules(net, {"0": 16})
+
+    def run():
+        with tiles:
+            return net(x).square().sum()
+
+    run().backward()
+    wanted = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    made = plan(record(run), policy="sqrt")
+    net.zero_grad()
+    with Tape(made) as tape:
+        loss = run()
+    loss.backward()
+    assert not tape.diverged
+    assert all(torch.equal(p.grad, w) for p, w in zip(net.parameters(), wanted, strict=True))
