@@ -160,11 +160,16 @@ class BatchPlanner:
             self.leaving_out, self.lean = LeavingOut(found.names), str(found)
 
     def outputs_made(self) -> dict[str, str]:
-        """Outputs that the last forward made after all, and the functions that asked; later steps make them at once."""
-        made = {name: o.asked_by for name, o in self.leaving_out.outcomes.items() if o.asked_by}
-        if made:
-            self.leaving_out = LeavingOut(tuple(name for name in self.leaving_out.names or () if name not in made))
-        return made
+        """Outputs that the last forward made after all, and the functions that asked.
+
+        Later steps make those at once whose loss was not taken in chunks. For the others less was made than in a plain
+        step: a metric reads the output, but nothing of it is saved.
+        """
+        outcomes = self.leaving_out.outcomes
+        useless = {name for name, o in outcomes.items() if o.asked_by and not o.chunks}
+        if useless:
+            self.leaving_out = LeavingOut(tuple(name for name in self.leaving_out.names or () if name not in useless))
+        return {name: o.asked_by for name, o in outcomes.items() if o.asked_by}
 
     def _end_trial(self, account: BatchAccount) -> None:
         """A step without outputs was recorded: where it need not have been, they are made from now on."""

@@ -6,6 +6,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+from torchmetrics.text import Perplexity
 
 from ctdr_lightning import CTDRCallback
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
@@ -28,12 +29,15 @@ class LanguageModel(LightningModule):
         self.embedding = nn.Embedding(WORDS, WIDTH)
         self.block = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, WIDTH))
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.metric = Perplexity()
 
     def training_step(self, batch, batch_idx):
         h = self.embedding(batch)
         logits = self.head(h + self.block(h))
         loss = F.cross_entropy(logits[:, :-1].reshape(-1, WORDS), batch[:, 1:].reshape(-1))
         self.losses.append(loss.detach())
+        if self.kind == "metric":
+            self.metric(logits[:, :-1], batch[:, 1:])
         if self.kind == "values":
             self.last = loss.item()
         if self.kind == "returned":
@@ -125,6 +129,17 @@ def test_outputs_that_outlive_the_step_are_made(plain):
     agree(found, plain)
     assert callback.seen.shape == (BATCH, LENGTH, WORDS)
     assert callback.seen.isfinite().all()
+
+
+def test_a_metric_that_wants_probabilities_makes_logits_that_the_loss_does_not_use():
+    wanted = trained(kind="metric")
+    callback = CTDRCallback(TIGHT + 50 * MIB, rank=None)
+    found = trained(callback, kind="metric")
+    agree(found, wanted)
+    assert float(found[0].metric.compute()) == pytest.approx(float(wanted[0].metric.compute()), rel=1e-5)
+    assert max(found[2].bytes[1:]) < 0.9 * max(wanted[2].bytes)
+    assert callback.run.memory.planner.leaving_out.names == ("head",)
+    assert any("made for softmax" in event for event in events_of(callback))
 
 
 def test_a_loss_that_needs_logits_has_them():
