@@ -104,8 +104,8 @@ def test_operations_are_counted_once_asked():
     ("session", "retries", "names"),
     [
         (None, True, ["Metered", "Unguided", "Tracked", "Updating"]),
-        ("session", False, ["Planned", "Metered", "Guided", "Tracked", "Updating"]),
-        ("session", True, ["Planned", "Retry", "Metered", "Guided", "Tracked", "Updating"]),
+        ("session", False, ["Lean", "Planned", "Metered", "Guided", "Tracked", "Updating"]),
+        ("session", True, ["Lean", "Planned", "Retry", "Metered", "Guided", "Tracked", "Updating"]),
     ],
 )
 def test_the_layers_of_a_run(session, retries, names):
