@@ -45,7 +45,8 @@ from ctdr_lightning.memory.helpful_places import place_that_fits
 from ctdr_lightning.memory.holders.base import HOLDERS
 from ctdr_lightning.memory.holders.optimizer_bytes import OPTIMIZERS, optimizer_of, predict
 from ctdr_lightning.memory.holders.places import Places
-from ctdr_lightning.memory.lazy.choice import LeavingOut, left_out
+from ctdr_lightning.memory.lean.choice import leaner
+from ctdr_lightning.memory.lean.lean_step import LeanStep
 from ctdr_lightning.memory.planner import resolve_budget
 from ctdr_lightning.memory.recorder.gpu_workspace import beside_the_step
 from ctdr_lightning.memory.recorder.precision import PRECISIONS
@@ -136,13 +137,18 @@ def _step(options: argparse.Namespace) -> _Step:
     limit_bytes = resolve_budget(options.budget, "cpu").peak_bytes if options.budget else None
     lean: list[str] = []
 
-    def recorded(batch: Any, leaving_out: LeavingOut) -> BatchAccount:
-        trace = record_fake(model, batch, leaving_out.step(run), device=options.device, precision=options.precision)
+    def recorded(batch: Any, lean_step: LeanStep) -> BatchAccount:
+        trace = record_fake(model, batch, lean_step.step(run), device=options.device, precision=options.precision)
         return BatchAccount(options.places.equip(trace, options.device), taken)
 
     def account(batch: Any) -> BatchAccount:
-        plain = recorded(batch, LeavingOut())
-        found = left_out(model, partial(recorded, batch), limit_bytes, plain) if options.rounding else None
+        plain = recorded(batch, LeanStep())
+        tiles, policy = options.sub_batches is None, options.policy or "auto"
+        found = (
+            leaner(model, partial(recorded, batch), limit_bytes, plain=plain, policy=policy, tiles=tiles)
+            if options.rounding
+            else None
+        )
         lean[:] = [str(found)] if found is not None else []
         return found.account if found is not None else plain
 
@@ -293,7 +299,7 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", help=f"{', '.join(PRECISIONS)}; the model's own by default")
     parser.add_argument(
         "--no-rounding", dest="rounding", action="store_false",
-        help="make the outputs of large layers even where their loss, taken in chunks, is the same up to rounding",
+        help="make the outputs of large layers and run modules whole, even where the loss is the same up to rounding",
     )  # fmt: skip
     parser.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default="adam", help="whose step counts as well")
 

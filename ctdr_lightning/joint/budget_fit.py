@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ctdr_lightning.basics.units import format_bytes, format_seconds
 from ctdr_lightning.decomposition.choose.choices import Choices
 from ctdr_lightning.decomposition.report import Report
 from ctdr_lightning.joint.considered import OPTION_HEAD, Considered, Option, options_of
+from ctdr_lightning.memory.lean.tiles import tiles_in_words
 from ctdr_lightning.memory.plans.plan import Plan
 
 BUDGET_FIT_VERSION = 2
@@ -89,6 +91,8 @@ class BudgetFit(_Numbers):
         metric: Change of the user's metric; None without one.
         leaving_out: Names of the chosen model's large linear layers, where their outputs are left out: the plan is for
             steps whose forward runs in ``LazyHeads(model, fit.leaving_out)``.
+        tiles: From names of modules to their numbers of tiles, where they run so: the plan is for steps whose forward
+            runs in ``TiledModules(model, fit.tiles)``.
         search_s: Seconds that the choice took.
     """
 
@@ -98,6 +102,7 @@ class BudgetFit(_Numbers):
     considered: tuple[Considered, ...] = ()
     metric: MetricChange | None = None
     leaving_out: tuple[str, ...] = ()
+    tiles: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def peak_bytes(self) -> int:
@@ -155,6 +160,7 @@ class BudgetFit(_Numbers):
             f"Expected cost: KL {self.loss:.4f} nats to the dense outputs, before any training.",
             *metric,
             *self._left_out(),
+            *([f"{tiles_in_words(self.tiles)}."] if self.tiles else []),
             *self._without_a_cut(),
             f"Looked at: {_counted(len(self.considered), 'candidate')}, in {self.search_s:.1f} s.",
         ]
@@ -183,8 +189,8 @@ class BudgetFit(_Numbers):
             path: File to write; it is complete or absent, never half-written.
         """
         plain: dict[str, Any] = {"kind": "budget fit", "version": BUDGET_FIT_VERSION}
-        plain |= {field.name: getattr(self, field.name) for field in fields(self)}
-        plain |= {"choices": self.choices.to_dict(), "plan": json.loads(self.plan.to_json())}
+        plain |= {part.name: getattr(self, part.name) for part in fields(self)}
+        plain |= {"tiles": dict(self.tiles), "choices": self.choices.to_dict(), "plan": json.loads(self.plan.to_json())}
         plain |= {name: plain_of(getattr(self, name)) for name in ("report", "considered", "metric")}
         text = json.dumps(plain, indent=1) + "\n"
         if path is not None:
@@ -203,6 +209,7 @@ class BudgetFit(_Numbers):
             rest = {name: item for name, item in data.items() if name not in ("kind", "version", "choices", "plan")}
             report, considered, metric = rest.pop("report"), rest.pop("considered"), rest.pop("metric", None)
             leaving_out = tuple(map(str, rest.pop("leaving_out", ())))
+            tiles = {str(name): int(number) for name, number in rest.pop("tiles", {}).items()}
             return cls(
                 choices=Choices.from_dict(data["choices"]),
                 plan=Plan.from_json(json.dumps(data["plan"])),
@@ -210,6 +217,7 @@ class BudgetFit(_Numbers):
                 considered=tuple(read_record(Considered, row) for row in considered),
                 metric=read_record(MetricChange, metric) if metric is not None else None,
                 leaving_out=leaving_out,
+                tiles=tiles,
                 **asdict(read_record(_Numbers, rest)),
             )
         except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:

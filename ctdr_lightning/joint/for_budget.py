@@ -33,8 +33,9 @@ from ctdr_lightning.joint.pricing import Account, Pricer, standing
 from ctdr_lightning.joint.search import PATIENT, JointSearch
 from ctdr_lightning.joint.twins import twin_with, unmoved
 from ctdr_lightning.memory.holders.optimizer_bytes import optimizer_of, predict_for
-from ctdr_lightning.memory.lazy.choice import LeavingOut
 from ctdr_lightning.memory.lazy.heads import LazyHeads
+from ctdr_lightning.memory.lean.choice import Leaner
+from ctdr_lightning.memory.lean.lean_step import LeanStep
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.simulator.actions import Recompute
 
@@ -59,6 +60,7 @@ def fit_to_budget(
     max_loss: float | None = None,
     prefer_dense: bool = False,
     rounding: bool = True,
+    tiles: bool = False,
     metric: MetricLike | None = None,
     method: str = "auto",
     select: str | Sequence[str] | None = None,
@@ -90,6 +92,8 @@ def fit_to_budget(
         prefer_dense: Whether the wish is 1.25: the dense model is left uncut where a plan of it takes no longer.
         rounding: Whether large linear layers may leave out their outputs where the dense step does not fit with them;
             their cross entropy is taken in chunks, which changes it by rounding. `BudgetFit.leaving_out` names them.
+        tiles: Whether modules may run in tiles, with one more forward of each, where no plan of the dense step
+            fits. `BudgetFit.tiles` names them.
         metric: Where given, ``max_loss`` is the largest drop of it from the dense model's, refined. A function of a
             model in evaluation mode and a batch that returns a number, higher is better, of which the mean over samples
             is taken; or a metric of torchmetrics, which is given the step's output and the batch's target. It is
@@ -135,8 +139,7 @@ def fit_to_budget(
             judge = MetricJudge(metric, model, held_out, step) if metric is not None else None
             with unmoved(model):  # BatchNorm's statistics are as they were when the batches are looked at
                 pricer = Pricer(model, step, drawn[0], account)
-                if rounding and pricer.gains_from_leaving_out(limits.peak_bytes):
-                    pricer = Pricer(model, LeavingOut(None).step(step), drawn[0], account)
+                pricer, lean = _leaner(pricer, model, drawn[0], limits, tiles) if rounding else (pricer, None)
             forward = partial(_on_batch, pricer.step, drawn[0])
             allowance = _allowance(max_loss, limits, bench, judge)
             harmless = AllowedLoss(partial(_usual_loss, bench), bench.refined) if max_loss is None else allowance
@@ -147,8 +150,25 @@ def fit_to_budget(
         if found.trial is not None:
             bench.adopt(found.trial)
     fit = _fit(found, report, search, pricer, limits, perf_counter() - begin_s)
-    fit = replace(fit, leaving_out=LazyHeads(model).names if pricer.step is not step else ())
+    fit = _told_lean(fit, model, lean)
     return fit if judge is None or max_loss is None else replace(fit, metric=_change(judge, found, max_loss))
+
+
+def _leaner(pricer: Pricer, model: nn.Module, batch: Any, limits: Limits, tiles: bool) -> tuple[Pricer, Leaner | None]:
+    """The pricer of leaner steps, where the dense one has to be leaner."""
+    lean = pricer.leaner(limits.peak_bytes, tiles=tiles)
+    if lean is None:
+        return pricer, None
+    # all large layers: a head that is cut has another name
+    step = LeanStep(None if lean.outputs is not None else (), lean.step.tiles)
+    return Pricer(model, step.step(pricer.step), batch, pricer.account), lean
+
+
+def _told_lean(fit: BudgetFit, model: nn.Module, lean: Leaner | None) -> BudgetFit:
+    if lean is None:
+        return fit
+    names = LazyHeads(model).names if lean.outputs is not None else ()
+    return replace(fit, leaving_out=names, tiles=lean.step.tiles)
 
 
 def _refined(bench: Bench, search: JointSearch, found: PricedChoice) -> PricedChoice:

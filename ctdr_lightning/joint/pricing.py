@@ -24,7 +24,8 @@ from ctdr_lightning.joint.turns import RealStep, in_turns
 from ctdr_lightning.joint.twins import structure_of, unmoved
 from ctdr_lightning.memory.account.batch import BatchAccount
 from ctdr_lightning.memory.bounds.lower_bound import floor_bytes
-from ctdr_lightning.memory.lazy.choice import LeavingOut, left_out
+from ctdr_lightning.memory.lean.choice import Leaner, leaner
+from ctdr_lightning.memory.lean.lean_step import LeanStep
 from ctdr_lightning.memory.planner import plan
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.plans.plan import Plan
@@ -95,6 +96,7 @@ class Pricer:
         dense_s: Seconds of the dense step by the clock.
         dense_runs: Whether the dense step fits into the device's memory without a plan.
         step: The step that is priced.
+        account: As given.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class Pricer:
         account: Account,
     ) -> None:
         self._model, self.step, self._batch = model, step, batch
-        self._account = account
+        self.account = account
         recorded = self._dense_step()
         self._python_s_per_replay, self._shares = recorded.python_s_per_replay, _shares(recorded)
         self._calls = CallSeconds()
@@ -135,23 +137,24 @@ class Pricer:
             self.dense_s = min(whole.seconds() for _ in range(_N_RECORDINGS))
         return recorded
 
-    def gains_from_leaving_out(self, budget_bytes: int | None) -> bool:
-        """Whether the dense step does not fit unchanged, and takes fewer bytes without the outputs of large layers.
+    def leaner(self, budget_bytes: int | None, *, tiles: bool) -> Leaner | None:
+        """A leaner dense step for a budget; None where the plain one fits unchanged, or nothing is gained.
 
         Args:
             budget_bytes: The budget; None for none.
+            tiles: Whether modules may run in tiles.
         """
 
-        def account(leaving_out: LeavingOut) -> BatchAccount:
-            step = leaving_out.step(self.step)
+        def account(lean_step: LeanStep) -> BatchAccount:
+            step = lean_step.step(self.step)
             if self._on_fakes:
                 lean = record_fake(self._model, self._batch, step, device=self._calls)
             else:
                 lean = self._really(step, self._model)
-            return self._account(lean, self._model)
+            return self.account(lean, self._model)
 
-        plain = self._account(self.dense, self._model)
-        return left_out(self._model, account, budget_bytes, plain) is not None
+        plain = self.account(self.dense, self._model)
+        return leaner(self._model, account, budget_bytes, plain=plain, tiles=tiles and self._on_fakes)
 
     def price(self, choices: Choices) -> Price:
         """The price of a candidate's step, its optimizer's state included.
@@ -164,11 +167,11 @@ class Pricer:
             found = self.dense
         else:
             found = self._faked(candidate) if self._on_fakes else self.recorded(candidate)
-        return Price(self._account(found, candidate).whole, sum(p.numel() for p in candidate.parameters()))
+        return Price(self.account(found, candidate).whole, sum(p.numel() for p in candidate.parameters()))
 
     def really(self, model: nn.Module) -> Trace:
         """The same of a candidate whose step is recorded for real."""
-        return self._account(self.recorded(model), model).whole
+        return self.account(self.recorded(model), model).whole
 
     def planned(self, trace: Trace, peak_bytes: int | None = None, seconds: float | None = None) -> Plan:
         """The fastest plan of a step within a peak, or the one of least peak within a time.
@@ -239,7 +242,7 @@ class Pricer:
         for parameter in model.parameters():
             parameter.grad = None
         free = None if self.dense_runs else round(_SAFE_SHARE * torch.cuda.mem_get_info()[0])
-        return record(partial(step, model, self._batch), budget_bytes=free)
+        return record(partial(step, model, self._batch), budget_bytes=free, root=model)
 
 
 def _n_seen(made: Plan) -> int:

@@ -18,7 +18,8 @@ from ctdr_lightning.basics.units import as_given, format_bytes, parse_bytes
 from ctdr_lightning.memory.account.batch import BatchAccount
 from ctdr_lightning.memory.allocator.reserved import expandable_segments, runs_within
 from ctdr_lightning.memory.bounds.lower_bound import floor_bytes
-from ctdr_lightning.memory.lazy.choice import LeavingOut, kept_peak_bytes, left_out
+from ctdr_lightning.memory.lean.lean_step import LeanStep
+from ctdr_lightning.memory.lean.outputs import kept_peak_bytes, left_out
 from ctdr_lightning.memory.planner import plan, served
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.policies import POLICIES, Budget
@@ -28,7 +29,7 @@ from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.traces.optimizer import NO_OPTIMIZER, OptimizerBytes
 
 M = TypeVar("M", bound=nn.Module)
-_ALL_OUTPUTS = LeavingOut()
+_ALL_OUTPUTS = LeanStep()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +97,9 @@ def max_batch(
     tries = track(count(), "max_batch", total=3 * most.bit_length(), enabled=progress)
 
     @cache
-    def account(size: int, leaving_out: LeavingOut = _ALL_OUTPUTS) -> BatchAccount:
+    def account(size: int, lean_step: LeanStep = _ALL_OUTPUTS) -> BatchAccount:
         next(tries)
-        trace = record_fake(module, make_inputs(size), leaving_out.step(step), device=device, precision=precision)
+        trace = record_fake(module, make_inputs(size), lean_step.step(step), device=device, precision=precision)
         return BatchAccount(trace.with_static(static_bytes), optimizer)
 
     @cache  # the result of a search is remembered with its step

@@ -103,8 +103,8 @@ class FitRun:
         Raises:
             InfeasibleBudgetError: This error, where an argument, the module or the trainer speaks against it.
         """
-        cut = options.in_parts()
-        if cut is None or batch_norm_of(module) or sub_batch_hindrance(trainer, module):
+        cut = _in_parts(options, trainer, module)
+        if cut is None:
             raise error
         if options.verbose:
             parts = "All layers stay dense, and batches run in parts: exact if their loss is a mean over samples"
@@ -176,20 +176,24 @@ class FitRun:
             self.surgeon.adopt(module)
             if self.coach is not None:
                 self.coach.prepare(module)
-            self.surgeon.decide(module, trainer.strategy, self._decomposer(trainer))
+            self.surgeon.decide(module, trainer.strategy, self._decomposer(trainer, module))
             if self.coach is not None:
                 self.coach.cut_at_start(module)
             else:
                 self.surgeon.cut(module, 1)
         self.reporter.fit = self.budget_fit
+        if self.budget_fit is not None:
+            self.memory.start_in_tiles(self.budget_fit.tiles)
 
-    def _decomposer(self, trainer: Trainer) -> TrainingData | None:
+    def _decomposer(self, trainer: Trainer, module: LightningModule) -> TrainingData | None:
         """The decomposer that uses training data, on every rank alike; None if the options do not ask for it."""
         if self._options.data != "train" or self.surgeon.choices is not None:
             return None
         automatic = self._options.fits_budget and self._options.choices is None
         account = partial(candidate_account, trainer, self._options)
-        self._choice = AutoRank(trainer, self._options, account) if automatic else None
+        # batches in parts take less time than modules in tiles
+        tiles = self._options.prefers_dense and _in_parts(self._options, trainer, module) is None
+        self._choice = AutoRank(trainer, self._options, account, tiles=tiles) if automatic else None
         return self._choice or TrainingData(trainer)
 
     def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
@@ -357,3 +361,10 @@ class FitRun:
         self.monitor.stepped = state.stepped
         if self.coach is not None and state.recovery is not None:
             self.coach.load_state_dict(state.recovery)
+
+
+def _in_parts(options: CallbackOptions, trainer: Trainer, module: LightningModule) -> CallbackOptions | None:
+    """The arguments for batches in parts; None where an argument, the module or the trainer speaks against these."""
+    cut = options.in_parts()
+    hindered = cut is None or batch_norm_of(module) or sub_batch_hindrance(trainer, module)
+    return None if hindered else cut

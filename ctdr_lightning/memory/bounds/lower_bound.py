@@ -89,6 +89,12 @@ def floor_bytes(step: Trace | Prepared) -> int:
     return int(least_bytes_at(step).max(initial=step.trace.resident_bytes))
 
 
+def highest_tick(step: Trace | Prepared) -> int:
+    """The first tick at which no plan goes below these bytes; 0 for an empty step."""
+    least = least_bytes_at(step)
+    return int(least.argmax()) if len(least) else 0
+
+
 def held_by_the_program(trace: Trace) -> int:
     """The peak if nothing that autograd saved took any memory: no place and no codec goes below."""
     bare = replace(trace, values=tuple(replace(value, saves=()) for value in trace.values))

@@ -126,7 +126,7 @@ def _may_be_timed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _ops_of(trace: Trace) -> list[tuple[str, list[int]]]:
     """Each op with the bytes that it makes."""
-    return [(op.name, [trace.value_bytes(v) for v in op.outputs]) for op in trace.ops]
+    return [(op.name, [trace.value_bytes(v) if v >= 0 else 0 for v in op.outputs]) for op in trace.ops]
 
 
 def benchmark(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:

@@ -67,7 +67,7 @@ def record_fake(
         kernels = mode.kernels() if isinstance(mode, GpuFakes) else nullcontext()
         with mode, kernels, asked.settings(), torch.enable_grad():
             standing = (*twin.parameters(), *twin.buffers())
-            found = record(lambda: asked.run(step, twin, fakes), device=model, standing=standing)
+            found = record(lambda: asked.run(step, twin, fakes), device=model, standing=standing, root=twin)
     except NEEDS_VALUES as error:
         raise ConfigError(
             f"The step of {type(module).__name__} needs the values of tensors ({error.func}), which fake tensors do "

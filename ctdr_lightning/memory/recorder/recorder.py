@@ -279,6 +279,7 @@ def record(
     budget_bytes: int | None = None,
     device: DeviceModel | CallSeconds | str | None = None,
     standing: Iterable[Tensor] = (),
+    root: nn.Module | None = None,
 ) -> Trace:
     """Run a step once, forward and backward, and record it.
 
@@ -290,6 +291,7 @@ def record(
         budget_bytes: Evict online so that the step's allocations stay under this many bytes.
         device: Device whose speed fake tensors are given: a model, or a name from the table (``"h100"``).
         standing: Weights and buffers that count in the peak even where the step does not read them.
+        root: The module that module paths start from; None is each module that the step itself calls.
 
     Returns:
         The trace.
@@ -299,7 +301,8 @@ def record(
         ReplayError: If something that was evicted to stay under the budget came back with other contents.
     """
     model = device_model(device) if isinstance(device, str) else device
-    recorder = Recorder(model, Evictor(budget_bytes) if budget_bytes is not None else None, standing=standing)
+    evictor = Evictor(budget_bytes) if budget_bytes is not None else None
+    recorder = Recorder(model, evictor, root=root, standing=standing)
     with recorder:
         loss = step()
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:

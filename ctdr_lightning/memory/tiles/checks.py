@@ -25,10 +25,14 @@ _FORBIDDEN = {
     "random": "draws random numbers", COLLECTIVE: "exchanges data with other processes",
     UNPROVEN: "runs an operator that is not torch's own", "higher-order operator": "runs a higher-order operator",
 }  # fmt: skip
+# Ends of class names of modules without parts. Conv1D is a linear layer of transformers; torch's own is Conv1d.
+_BY_TOKEN = ("Linear", "Conv1D", "LayerNorm", "RMSNorm", "Identity", "Dropout")
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 # Relative to the norm of the whole. Sums over tiles of a batch of 64 differed by up to 3e-6 in 32 bits; samples that
 # mix, by a mean or a maximum over the batch, by 1e-2 and more.
 _ALIKE, _ROUNDED = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 4e-3}, 3e-2
+
+_MOST_TRIED = 16  # samples of a tile, or tokens: the trial comes before the plan, and few should not break the budget
 
 
 class _NotInTiles(Exception):
@@ -44,7 +48,7 @@ class _Watch(OpMode):
 
     def __init__(self, outside: Sequence[Tensor]) -> None:
         super().__init__()
-        self._outside = {t.untyped_storage().data_ptr() for t in outside}
+        self._outside = {t.untyped_storage()._cdata for t in outside}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -60,7 +64,7 @@ class _Watch(OpMode):
 
     def _is_outside(self, args: Any, place: int) -> bool:
         written = args[place] if place < len(args) else None
-        return isinstance(written, Tensor) and written.untyped_storage().data_ptr() in self._outside
+        return isinstance(written, Tensor) and written.untyped_storage()._cdata in self._outside
 
 
 def static_hindrance(module: nn.Module) -> str:
@@ -78,26 +82,48 @@ def static_hindrance(module: nn.Module) -> str:
     return ""
 
 
+def acts_on_tokens(module: nn.Module) -> bool:
+    """Whether a module is made of parts alone that act on each token of a sequence by itself.
+
+    Args:
+        module: The module; the code of its own forward is not looked at.
+    """
+    parts = [part for part in module.modules() if next(part.children(), None) is None]
+    return all(_is_activation(part) or type(part).__name__.endswith(_BY_TOKEN) for part in parts)
+
+
+def _is_activation(part: nn.Module) -> bool:
+    at_home = type(part).__module__ in ("torch.nn.modules.activation", "transformers.activations")
+    return at_home and not list(part.parameters()) and not type(part).__name__.startswith("Softmax")
+
+
 def hindrance(call: Call, tensors: Sequence[Tensor], buffers: Iterable[Tensor]) -> str:
     """Why a call may not run in tiles; empty where it may.
 
-    Up to two tiles' samples run whole and in two parts, with gradients; no random state and no buffer changes.
+    A few samples run whole and in two parts, with gradients; no random state and no buffer changes. Fake tensors have
+    no values to compare, so that of them operators alone are looked at.
 
     Args:
         call: The call.
-        tensors: Its tensors, which are real.
+        tensors: Its tensors.
         buffers: Of the module.
     """
-    n_samples = min(call.n_samples, 2 * call.n_rows)
+    # hooks and modes of a step that is recorded or guided see nothing of it
+    with no_dispatch_modes(), saved_tensors_hooks(_same, _same), torch.enable_grad():
+        try:
+            return _hindrance(call, tensors, buffers)
+        except _NotInTiles as reason:
+            return str(reason)
+
+
+def _hindrance(call: Call, tensors: Sequence[Tensor], buffers: Iterable[Tensor]) -> str:
+    n_samples = min(call.n_samples, 2 * min(call.n_rows, _MOST_TRIED))
     few = [t.detach() for t in call.pieces(tensors, 0, n_samples)]
-    try:
-        # hooks and modes of a step that is recorded or guided see nothing of it
-        with no_dispatch_modes(), saved_tensors_hooks(_same, _same), torch.enable_grad():
-            with _Watch([*few, *call.parameters, *buffers]):
-                call.outputs(few)
-            whole, parts = (_results(replace(call, n_samples=n_samples, n_tiles=n), few) for n in (1, 2))
-    except _NotInTiles as reason:
-        return str(reason)
+    with _Watch([*few, *call.parameters, *buffers]):
+        call.outputs(few)
+    if any(isinstance(tensor, FakeTensor) for tensor in few):
+        return ""
+    whole, parts = (_results(replace(call, n_samples=n_samples, n_tiles=n), few) for n in (1, 2))
     rounds = torch.is_autocast_enabled(few[0].device.type)
     if len(whole) != len(parts) or not all(_alike(a, b, rounds) for a, b in zip(whole, parts, strict=True)):
         return "gives other results in parts: its samples mix"
@@ -143,5 +169,5 @@ def _alike(whole: Tensor | None, parts: Tensor | None, rounds: bool) -> bool:
         return whole is parts
     if not whole.is_floating_point():
         return torch.equal(whole, parts)
-    difference, size = float((whole - parts).float().norm()), float(whole.float().norm())
+    difference, size = (float(t.detach().float().norm()) for t in (whole - parts, whole))
     return difference <= (_ROUNDED if rounds else _ALIKE.get(whole.dtype, _ROUNDED)) * size

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from torch.utils import checkpoint
 
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.torch_private import FakeTensor, is_transformed, top_saved_tensors_hooks, tree_flatten
-from ctdr_lightning.memory.tiles.checks import hindrance, static_hindrance
+from ctdr_lightning.memory.tiles.checks import acts_on_tokens, hindrance, static_hindrance
 from ctdr_lightning.memory.tiles.tiled_run import Call, run_in_tiles
 
 
@@ -26,7 +28,10 @@ class TiledModules:
         tiles: From the name of a module to its number of tiles. A module inside another one of them runs in the tiles
             of that one.
         axis: Of the samples in the tensors that the modules take and give; 1 cuts sequences of modules that act on each
-            token alone.
+            token alone. None is 1 for batches with fewer samples than tiles, where a module has linear layers,
+            normalisations over features and activations alone, else 0.
+        checked: From modules that were tried on samples of a real batch to the reasons why they run whole, or the empty
+            string; it is added to. None tries each module once.
 
     Attributes:
         left_alone: From the names of modules that run whole to the reasons.
@@ -42,7 +47,13 @@ class TiledModules:
         {}
     """
 
-    def __init__(self, model: nn.Module, tiles: Mapping[str, int], axis: int = 0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        tiles: Mapping[str, int],
+        axis: int | None = None,
+        checked: MutableMapping[nn.Module, str] | None = None,
+    ) -> None:
         modules = dict(model.named_modules())
         for name, number in tiles.items():
             if name not in modules:
@@ -53,10 +64,10 @@ class TiledModules:
                 raise ConfigError(f"{number!r} is no number of tiles for {name!r}.", "Write 2 or more.")
         outer = {name for name in tiles if not any(name.startswith(f"{other}.") for other in tiles)}
         self._modules = {name: modules[name] for name in tiles if name in outer}
-        self._tiles, self._axis = dict(tiles), axis
         self.left_alone: dict[str, str] = {}
+        checked = WeakKeyDictionary() if checked is None else checked
         self._forwards = {
-            name: _TiledForward(module, tiles[name], axis, name, self.left_alone)
+            name: _TiledForward(module, tiles[name], axis, partial(self.left_alone.__setitem__, name), checked)
             for name, module in self._modules.items()
         }
 
@@ -79,28 +90,35 @@ class TiledModules:
 class _TiledForward:
     """The forward of one module, put on the instance; a copy of the module copies this with it."""
 
-    def __init__(self, module: nn.Module, n_tiles: int, axis: int, name: str, left_alone: dict[str, str]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        n_tiles: int,
+        axis: int | None,
+        leave_alone: Callable[[str], None],
+        checked: MutableMapping[nn.Module, str],
+    ) -> None:
         self._module, self._n_tiles, self._axis = module, n_tiles, axis
-        self._name, self._left_alone, self._checked = name, left_alone, False
+        self._leave_alone, self._checked = leave_alone, checked
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = self._whole
-        if self._name in self._left_alone or not self._trains():
-            return run(*args, **kwargs)
-        found = self._call(*args, **kwargs)
+        found = self._call(*args, **kwargs) if self._trains() else None
         if found is None:
-            return run(*args, **kwargs)
-        call, tensors = found
-        if not self._checked:
-            fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
-            reason = static_hindrance(self._module) or (
-                "" if fake else hindrance(call, tensors, self._module.buffers())
-            )
-            self._checked = not fake
-            if reason:
-                self._left_alone[self._name] = reason
-                return run(*args, **kwargs)
-        return run_in_tiles(call, tensors)
+            return self._whole(*args, **kwargs)
+        reason = self._reason(*found)
+        if reason:
+            self._leave_alone(reason)
+            return self._whole(*args, **kwargs)
+        return run_in_tiles(*found)
+
+    def _reason(self, call: Call, tensors: Sequence[Tensor]) -> str:
+        """Why the module runs whole; its samples are tried once, and where they have no values, its operators."""
+        found = static_hindrance(self._module) or self._checked.get(self._module)
+        if found is None:
+            found = hindrance(call, tensors, self._module.buffers())
+            if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+                self._checked[self._module] = found
+        return found
 
     def _whole(self, *args: Any, **kwargs: Any) -> Any:
         return type(self._module).forward(self._module, *args, **kwargs)
@@ -116,8 +134,9 @@ class _TiledForward:
         """The call and its tensors; None where nothing can be cut, or nothing is trained."""
         leaves, nest = tree_flatten((args, kwargs))
         places = tuple(place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-        tensors, axis = [leaves[place] for place in places], self._axis
+        tensors = [leaves[place] for place in places]
         parameters = tuple(p for p in self._module.parameters() if p.requires_grad)
+        axis = self._axis_of(tensors)
         n_samples = next((t.shape[axis] for t in tensors if t.dim() > axis), 0)
         if n_samples < 2 or not (parameters or any(t.requires_grad for t in tensors)):
             return None
@@ -125,3 +144,10 @@ class _TiledForward:
         others = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         n_tiles = min(self._n_tiles, n_samples)
         return Call(self._whole, others, nest, places, cut, axis, n_samples, n_tiles, parameters), tensors
+
+    def _axis_of(self, tensors: Sequence[Tensor]) -> int:
+        """Samples, or the tokens of few samples where they do not mix."""
+        if self._axis is not None:
+            return self._axis
+        few = all(t.dim() > 2 and t.shape[0] < min(self._n_tiles, t.shape[1]) for t in tensors)
+        return int(bool(tensors) and few and acts_on_tokens(self._module))

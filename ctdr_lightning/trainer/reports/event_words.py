@@ -44,7 +44,7 @@ def _words_of_batches(event: of_steps.Event) -> str:
             return f"Beside a closure of the optimizer stand {format_bytes(n_bytes)}."
         case of_batches.BatchesCut(n, number):
             return f"Batches of {n} samples run as {number} sub-batches of {-(-n // number)} or less."
-        case of_batches.OutputsLeftOut(summary):
+        case of_batches.MadeLean(summary):
             return summary
         case of_batches.OutputMade(layer, asked_by):
             return f"The output of {layer} was to be left out, and was made for {asked_by}."

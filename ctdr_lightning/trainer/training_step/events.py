@@ -44,8 +44,8 @@ class BatchesCut(Event):
 
 
 @dataclass(frozen=True)
-class OutputsLeftOut(Event):
-    """Outputs of linear layers are left out of steps.
+class MadeLean(Event):
+    """Outputs of linear layers are left out of steps, or modules run in tiles.
 
     Attributes:
         summary: Which, and at what gain, in words.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from ctdr_lightning.memory import signature_of
 from ctdr_lightning.memory.guide.step_guide import StepGuide
-from ctdr_lightning.trainer.training_step.events import OutputMade, OutputsLeftOut
+from ctdr_lightning.trainer.training_step.events import MadeLean, OutputMade
 from ctdr_lightning.trainer.training_step.layers import Backward, Chain, Layer, Step
 from ctdr_lightning.trainer.training_step.memory_stage import MemoryStage
 from ctdr_lightning.trainer.training_step.optimizer.in_backward import StepInBackward
 
 
 class Lean(Layer):
-    """Runs the forward of a step without the outputs that it can do without.
+    """Runs the forward of a step without the outputs that it can do without, and with modules in tiles.
 
     Args:
         memory: Plans the steps.
@@ -27,13 +27,13 @@ class Lean(Layer):
         self._memory = memory
 
     def forward(self, step: Step, rest: Chain) -> Any:
-        """Decide which these are; make those that outlive the forward, before the weights change."""
+        """Run lean; make the outputs that outlive the forward, before the weights change."""
         planner, note = self._memory.planner, self._memory.note
         if step.module.automatic_optimization:  # a manual step may change weights before it uses outputs again
             planner.look_for_outputs(step.inputs)
         if planner.lean:
-            note(OutputsLeftOut(planner.lean))
-        with planner.leaving_out.of(step.module) as heads:
+            note(MadeLean(planner.lean))
+        with planner.lean_step.of(step.module) as heads:
             output = rest.forward(step)
             if heads is not None:
                 heads.settle()
@@ -56,8 +56,13 @@ class Planned(Layer):
     def forward(self, step: Step, rest: Chain) -> Any:
         """Make the memory ready, before the retry takes hold of gradients."""
         alike = signature_of(step.inputs, step.module)
-        beside_bytes, adds = self._memory.make_ready(step.inputs, lambda adds: (step.extra, adds, alike), step.later)
-        return rest.forward(replace(step, kind=(step.extra, adds, alike), beside_bytes=beside_bytes))
+        lean = self._memory.planner.lean_key
+
+        def kind_of(adds: bool) -> Hashable:
+            return step.extra, adds, lean, alike
+
+        beside_bytes, adds = self._memory.make_ready(step.inputs, kind_of, step.later)
+        return rest.forward(replace(step, kind=kind_of(adds), beside_bytes=beside_bytes))
 
     def done(self) -> None:
         """Plan a step that was recorded."""

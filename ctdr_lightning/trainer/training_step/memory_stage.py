@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ class MemoryStage:
         self._last_plan: Plan | None = None
         self._collected = False
         self._stale_bytes = 0
+        self._tiles: Mapping[str, int] = {}
         self._module: LightningModule | None = None
 
     @property
@@ -95,6 +96,8 @@ class MemoryStage:
         self._places = options.places().on(device.type)
         self._holders = self._places.holders()
         self.planner = BatchPlanner(options, self.beside, self._places, budget_bytes)
+        if self._tiles:
+            self.planner.start_in_tiles(self._tiles)
         self.session = StepGuide(
             budget_bytes=budget_bytes,
             root=module,
@@ -102,6 +105,14 @@ class MemoryStage:
             verify=options.verify,
             verify_at_once=options.optimizer_step is not None,
         )
+
+    def start_in_tiles(self, tiles: Mapping[str, int]) -> None:
+        """Run modules in tiles from the first step on.
+
+        Args:
+            tiles: From names of modules to their numbers of tiles.
+        """
+        self._tiles = tiles
 
     def _set_static(self, new: list[Event]) -> None:
         """Plan again with other bytes beside the steps, and note new events."""

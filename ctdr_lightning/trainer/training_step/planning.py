@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -16,8 +16,11 @@ from ctdr_lightning.joint.promise import promise
 from ctdr_lightning.memory import Plan, Trace, plan
 from ctdr_lightning.memory.account.batch import BatchAccount
 from ctdr_lightning.memory.holders.places import Places
-from ctdr_lightning.memory.lazy.choice import LeavingOut, in_words, kept_peak_bytes, left_out
 from ctdr_lightning.memory.lazy.heads import LazyHeads
+from ctdr_lightning.memory.lean.choice import Leaner, leaner
+from ctdr_lightning.memory.lean.lean_step import LeanStep
+from ctdr_lightning.memory.lean.outputs import in_words, kept_peak_bytes
+from ctdr_lightning.memory.lean.tiles import found_tiles, tiles_in_words
 from ctdr_lightning.memory.many_shapes import ManyShapes
 from ctdr_lightning.memory.policies import Budget
 from ctdr_lightning.memory.traces.foreseen import FORESEEN
@@ -45,7 +48,7 @@ class BatchPlanner:
         shapes: Plans of steps that differ in sizes alone.
         inputs: The arguments of a step without a plan; None where it has one.
         rest_peak_bytes: Bytes of the last batch that was planned, while its optimizer steps.
-        leaving_out: Layers whose outputs are left out of the steps.
+        lean_step: The layers whose outputs are left out of the steps, and the modules that run in tiles.
         lean: That they are, in words; empty where none are.
     """
 
@@ -58,7 +61,7 @@ class BatchPlanner:
         self.inputs: Any = None
         self.rest_peak_bytes = self._n_planned = 0
         self._tightened = self._warned = False
-        self.leaving_out = LeavingOut()
+        self.lean_step = LeanStep()
         self.lean = ""
         self._largest_bytes = 0
         self._on_trial = False
@@ -94,6 +97,8 @@ class BatchPlanner:
             with one_bar(self._shown), doing("plan the step"):
                 made = self._best(account)
         except InfeasibleBudgetError as error:
+            if FORESEEN not in trace.meta and self._look_for_tiles():
+                return plan(account.standing, policy="keep")  # of a kind of step that does not come again
             # another policy than the default one has its own hint: the default one
             tried = self._ends_the_run and limit is not None and self._options.policy == "auto"
             self._refuse(self._adviser(account).advised(error) if tried else error, trace)
@@ -145,19 +150,62 @@ class BatchPlanner:
             inputs: The arguments of the step.
         """
         n_bytes = local_bytes(tensors_of(inputs))
-        settled = self.leaving_out.names or n_bytes <= self._largest_bytes
+        settled = self.lean_step.names or n_bytes <= self._largest_bytes or not LazyHeads(self._module).names
         if settled or self.budget_bytes is None or not self._options.rounding:
             return
         self._largest_bytes = n_bytes
         try:
             with one_bar(self._shown), doing("look for outputs to leave out"):
-                found = left_out(self._module, partial(self._fake_account, inputs), self.budget_bytes)
+                found = self._leaner(inputs)
         except ConfigError:  # a step that needs values: what it does with the outputs is seen when it runs
-            self.leaving_out, self._largest_bytes = LeavingOut(LazyHeads(self._module).names), 1 << 62
-            self._on_trial = bool(self.leaving_out.names)
+            self.lean_step, self._largest_bytes = self._with_outputs_of(LazyHeads(self._module).names), 1 << 62
+            self._on_trial = bool(self.lean_step.names)
             return
         if found is not None:
-            self.leaving_out, self.lean = LeavingOut(found.names), str(found)
+            self.lean_step, self.lean = found.step, str(found)
+
+    def start_in_tiles(self, tiles: Mapping[str, int]) -> None:
+        """Run modules in tiles from the first step on, as a choice of ranks found them to be needed.
+
+        Args:
+            tiles: From names of modules to their numbers of tiles.
+        """
+        self.lean_step, self.lean = LeanStep((), tiles), f"{tiles_in_words(tiles)}."
+
+    @property
+    def lean_key(self) -> Hashable:
+        """A key of the modules in tiles, without which a step is of another kind; empty without tiles."""
+        return tuple(self.lean_step.tiles.items())
+
+    def _leaner(self, inputs: Any) -> Leaner | None:
+        account = partial(self._fake_account, inputs)
+        policy, tiles = self._options.policy, self._may_tile
+        return leaner(self._module, account, self.budget_bytes, policy=policy, tiles=tiles)
+
+    @property
+    def _may_tile(self) -> bool:
+        """Whether modules may run in tiles: batches in parts, where asked for, take less time."""
+        return self._options.sub_batches is None and self._module.automatic_optimization
+
+    def _look_for_tiles(self) -> bool:
+        """Look for modules to run in tiles, where no plan of a batch fits; once for each batch. Returns whether any."""
+        inputs, before = self.inputs, self.lean_step
+        barred = self._tightened or not (self._options.rounding and self._may_tile)
+        if inputs is None or before.tiles or barred:
+            return False
+        self._largest_bytes = max(self._largest_bytes, local_bytes(tensors_of(inputs)))
+        try:
+            with one_bar(self._shown), doing("look for modules to run in tiles"):
+                account = partial(self._fake_account, inputs)
+                found = found_tiles(self._module, account, before, self.budget_bytes or 0, self._options.policy)
+        except ConfigError:  # a step that needs values
+            return False
+        if found is not None:
+            self.lean_step, self.lean = LeanStep(before.names, found.tiles), f"{self.lean} {found}".strip()
+        return found is not None
+
+    def _with_outputs_of(self, names: tuple[str, ...]) -> LeanStep:
+        return LeanStep(names, self.lean_step.tiles)
 
     def outputs_made(self) -> dict[str, str]:
         """Outputs that the last forward made after all, and the functions that asked.
@@ -165,24 +213,24 @@ class BatchPlanner:
         Later steps make those at once whose loss was not taken in chunks. For the others less was made than in a plain
         step: a metric reads the output, but nothing of it is saved.
         """
-        outcomes = self.leaving_out.outcomes
+        outcomes = self.lean_step.outcomes
         useless = {name for name, o in outcomes.items() if o.asked_by and not o.chunks}
         if useless:
-            self.leaving_out = LeavingOut(tuple(name for name in self.leaving_out.names or () if name not in useless))
+            self.lean_step = self._with_outputs_of(tuple(n for n in self.lean_step.names or () if n not in useless))
         return {name: o.asked_by for name, o in outcomes.items() if o.asked_by}
 
     def _end_trial(self, account: BatchAccount) -> None:
         """A step without outputs was recorded: where it need not have been, they are made from now on."""
-        self._on_trial, chunks = False, max((o.chunks for o in self.leaving_out.outcomes.values()), default=0)
-        needed = kept_peak_bytes(account) + self.leaving_out.outputs_bytes > (self.budget_bytes or 0)
-        if needed and self.leaving_out.names and chunks:
-            self.lean = f"{in_words(self.leaving_out.names, chunks)}."
+        self._on_trial, chunks = False, max((o.chunks for o in self.lean_step.outcomes.values()), default=0)
+        needed = kept_peak_bytes(account) + self.lean_step.outputs_bytes > (self.budget_bytes or 0)
+        if needed and self.lean_step.names and chunks:
+            self.lean = f"{in_words(self.lean_step.names, chunks)}."
         else:
-            self.leaving_out = LeavingOut()
+            self.lean_step = self._with_outputs_of(())
 
-    def _fake_account(self, inputs: Any, leaving_out: LeavingOut) -> BatchAccount:
+    def _fake_account(self, inputs: Any, lean_step: LeanStep) -> BatchAccount:
         module = self._module
-        recorded = fake_steps(module.trainer, module, leaving_out)
+        recorded = fake_steps(module.trainer, module, lean_step)
         account = self._beside.account_of_part(self._on_machine(recorded(inputs)), module, inputs)
         if cast(Any, module.trainer).accumulate_grad_batches == 1:
             return account
@@ -191,7 +239,7 @@ class BatchPlanner:
     def _sub_batch_peaks(self, inputs: Any) -> SubBatchPeaks:
         assert self.budget_bytes is not None
         module = self._module
-        recorded = fake_steps(module.trainer, module, self.leaving_out)
+        recorded = fake_steps(module.trainer, module, self.lean_step)
 
         def account(inputs: Any) -> BatchAccount:
             return self._beside.account_of_part(self._on_machine(recorded(inputs)), module, inputs)
@@ -216,7 +264,7 @@ class BatchPlanner:
         if self._options.rounding or self.inputs is None:
             return None
         try:
-            found = left_out(self._module, partial(self._fake_account, self.inputs), self.budget_bytes)
+            found = self._leaner(self.inputs)
         except ConfigError:
             return None
         return found.account if found is not None else None

@@ -138,7 +138,7 @@ def test_a_metric_that_wants_probabilities_makes_logits_that_the_loss_does_not_u
     agree(found, wanted)
     assert float(found[0].metric.compute()) == pytest.approx(float(wanted[0].metric.compute()), rel=1e-5)
     assert max(found[2].bytes[1:]) < 0.9 * max(wanted[2].bytes)
-    assert callback.run.memory.planner.leaving_out.names == ("head",)
+    assert callback.run.memory.planner.lean_step.names == ("head",)
     assert any("made for softmax" in event for event in events_of(callback))
 
 

@@ -20,7 +20,7 @@ from ctdr_lightning.memory.account.advice import MEMORY, Change
 from ctdr_lightning.memory.account.batch import BatchAccount
 from ctdr_lightning.memory.account.fit import planned_peak_bytes
 from ctdr_lightning.memory.largest_batch import largest
-from ctdr_lightning.memory.lazy.choice import LeavingOut
+from ctdr_lightning.memory.lean.lean_step import LeanStep
 from ctdr_lightning.trainer.fake_trainer import attach_fake_trainer
 from ctdr_lightning.trainer.randomness import isolated
 from ctdr_lightning.trainer.training_step.layers import loss_of
@@ -129,20 +129,20 @@ class SubBatchPeaks:
         return account if number == 1 else account.adding(self._sizes)
 
 
-def fake_steps(trainer: Any, module: LightningModule, leaving_out: LeavingOut) -> Callable[[Inputs], Trace]:
+def fake_steps(trainer: Any, module: LightningModule, lean_step: LeanStep) -> Callable[[Inputs], Trace]:
     """Records a module's own step on fake tensors, as its trainer would run it.
 
     Args:
         trainer: In training.
         module: The model; a copy of it runs.
-        leaving_out: Layers whose outputs are left out.
+        lean_step: Layers whose outputs are left out, and modules in tiles.
     """
 
     def step(twin: Any, inputs: Inputs) -> Tensor:
         attach_fake_trainer(twin)
         twin.trainer = trainer
         args, kwargs = inputs
-        with trainer.precision_plugin.train_step_context(), leaving_out.of(twin):
+        with trainer.precision_plugin.train_step_context(), lean_step.of(twin):
             # the module's own step is wrapped on the instance, and the copy has that wrapper
             loss = loss_of(type(twin).training_step(twin, *args, **kwargs))
         if loss is None:

@@ -6,61 +6,16 @@ that fit unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from ctdr_lightning.basics.units import format_bytes
 from ctdr_lightning.memory.account.batch import BatchAccount
 from ctdr_lightning.memory.lazy.heads import LazyHeads
-from ctdr_lightning.memory.lazy.logits import Outcome
+from ctdr_lightning.memory.lean.lean_step import LeanStep
 from ctdr_lightning.memory.simulator.schedule import simulate
-
-M = TypeVar("M", bound=nn.Module)
-
-_BYTES_AN_OUTPUT = 12  # itself, its logarithmic probability and its gradient, in 32 bits
-
-
-class LeavingOut:
-    """The layers of a model and its copies whose outputs are left out in a step.
-
-    Args:
-        names: Of the layers; none by default. None is all large linear layers, those of factors included.
-
-    Attributes:
-        outcomes: What became of their outputs in the last step.
-    """
-
-    def __init__(self, names: tuple[str, ...] | None = ()) -> None:
-        self.names = names
-        self.outcomes: Mapping[str, Outcome] = {}
-
-    @contextmanager
-    def of(self, model: nn.Module) -> Iterator[LazyHeads | None]:
-        """Leave them out in the forward of a model, or of a copy of it."""
-        if self.names == ():
-            yield None
-            return
-        with LazyHeads(model, self.names) as heads:
-            yield heads
-        self.outcomes = heads.outcomes
-
-    @property
-    def outputs_bytes(self) -> int:
-        """Bytes that the outputs of the last step would have taken with all that their loss makes of them."""
-        return _BYTES_AN_OUTPUT * sum(outcome.n_outputs for outcome in self.outcomes.values())
-
-    def step(self, step: Callable[[M, Any], Tensor]) -> Callable[[M, Any], Tensor]:
-        """The same step without the outputs."""
-
-        def without(model: M, batch: Any) -> Tensor:
-            with self.of(model):
-                return step(model, batch)
-
-        return without
 
 
 @dataclass(frozen=True)
@@ -106,7 +61,7 @@ def kept_peak_bytes(account: BatchAccount) -> int:
 
 def left_out(
     model: nn.Module,
-    account: Callable[[LeavingOut], BatchAccount],
+    account: Callable[[LeanStep], BatchAccount],
     budget_bytes: int | None,
     plain: BatchAccount | None = None,
 ) -> LeftOut | None:
@@ -121,15 +76,15 @@ def left_out(
     candidates = LazyHeads(model).names
     if not candidates or budget_bytes is None:
         return None
-    plain = plain or account(LeavingOut())
+    plain = plain or account(LeanStep())
     if kept_peak_bytes(plain) <= budget_bytes:
         return None
-    tried = LeavingOut(candidates)
+    tried = LeanStep(candidates)
     found = account(tried)
     chunks = {name: o.chunks for name, o in tried.outcomes.items() if o.chunks and not o.asked_by}
     if not chunks:
         return None
     if len(chunks) < len(candidates):
-        found = account(LeavingOut(tuple(chunks)))
+        found = account(LeanStep(tuple(chunks)))
     made = LeftOut(tuple(chunks), max(chunks.values()), plain, found)
     return made if made.saved_bytes > 0 else None

@@ -1,0 +1,89 @@
+"""A network under a budget that its widest modules break, whole: they run in tiles, and nothing else changes."""
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ctdr_lightning import CTDRCallback
+from ctdr_lightning.basics.errors import InfeasibleBudgetError
+from ctdr_lightning.basics.units import MIB
+from ctdr_lightning.trainer.reports.event_words import words_of
+from tests.parts import fit
+from tests.trainer.true_peaks import Peaks
+
+WIDTH, LENGTH, HIDDEN = 16, 1024, 1024
+# 26 MiB plain, of which one hidden layer and its gradient are 8; 19.3 MiB at least under a plan.
+TIGHT, LARGE = 12 * MIB, 300 * MIB
+
+
+class Wide(LightningModule):
+    """One sample a batch, so that it cannot run in parts; its tokens are normalised together, once."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses = []
+        self.first, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(LENGTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)) for _ in range(2)
+        )
+        self.head = nn.Linear(WIDTH, 1)
+
+    def training_step(self, batch, batch_idx):
+        (x,) = batch
+        h = self.norm(self.first(x))
+        for block in self.blocks:
+            h = h + block(h)
+        loss = (self.head(h).mean(1) - 1).square().mean()
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def trained(*callbacks):
+    torch.manual_seed(0)
+    module = Wide()
+    data = DataLoader(TensorDataset(torch.randn(6, LENGTH, WIDTH)), 1)
+    peaks = Peaks()
+    fit(module, *callbacks, peaks, data=(data, None), max_epochs=1, limit_val_batches=0)
+    return module, torch.stack(module.losses), peaks
+
+
+def events_of(callback):
+    return [words_of(event) for event in callback.run.memory.session.events]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return trained()
+
+
+def agree(found, wanted):
+    assert torch.allclose(found[1], wanted[1], rtol=0, atol=1e-5)
+    for mine, theirs in zip(found[0].parameters(), wanted[0].parameters(), strict=True):
+        assert float((mine - theirs).norm()) <= 1e-5 * float(theirs.norm()) + 1e-6
+
+
+@pytest.mark.parametrize("options", [{"rank": None}, {}], ids=["no ranks", "the budget alone"])
+def test_a_budget_that_no_plan_of_the_whole_keeps(plain, options):
+    callback = CTDRCallback(memory_budget=TIGHT, verbose=False, **options)
+    found = trained(callback)
+    agree(found, plain)
+    assert dict(callback.run.memory.planner.lean_step.tiles) == {"blocks.0": 4, "blocks.1": 4}
+    assert any("blocks.0 and 1 like it run in 4 tiles each" in words for words in events_of(callback))
+    assert max(found[2].bytes[1:]) <= TIGHT
+    assert "forward" not in vars(found[0].blocks[0])
+
+
+def test_modules_run_whole_where_they_fit(plain):
+    callback = CTDRCallback(memory_budget=LARGE, rank=None, verbose=False)
+    agree(trained(callback), plain)
+    assert callback.run.memory.planner.lean_step.tiles == {}
+
+
+def test_rounding_may_be_forbidden():
+    with pytest.raises(InfeasibleBudgetError, match="rounding=True"):
+        trained(CTDRCallback(memory_budget=TIGHT, rank=None, memory={"rounding": False}, verbose=False))
