@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -11,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from ctdr_lightning.basics.duplicate import duplicate
 from ctdr_lightning.basics.interrupts import put_back_after
 from ctdr_lightning.decomposition.choose.choices import Choices
 from ctdr_lightning.decomposition.layers.factorized import factorized
@@ -28,8 +28,7 @@ def twin_of(model: M) -> M:
     Args:
         model: Any module; layers may be replaced in the copy, but a write to its tensors is a write to the model's.
     """
-    shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
-    return copy.deepcopy(model, shared)
+    return duplicate(model, chain(model.parameters(), model.buffers()))
 
 
 def structure_of(model: M, choices: Choices) -> M:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ctdr_lightning.basics.duplicate import duplicate
 from ctdr_lightning.basics.errors import CheckpointError, ConfigError
 from ctdr_lightning.basics.units import GIB
-from ctdr_lightning.recovery.duplicate import duplicate
 from ctdr_lightning.recovery.schedule import Distillation
 
 

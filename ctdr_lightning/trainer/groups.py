@@ -86,8 +86,7 @@ class Memory:
             rounding: a number, ``"auto"`` for the fewest that fit ``memory_budget``, or None for the whole batch.
         rounding: Whether what changes results by rounding may be done unasked, where the budget needs it: large linear
             layers whose output is left out while its cross entropy is taken in chunks, modules that run in tiles, and
-            batches in parts. False
-            gives the results of a run without a budget, to the bit.
+            batches in parts. False gives the results of a run without a budget, to the bit.
         keep_gradients: Whether the gradients of one step may be read in the next one's forward. True keeps them and
             counts their bytes; False frees them before the forward where the plan needs their bytes; None does so
             unless the module's own code reads them.

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from ctdr_lightning.basics.duplicate import duplicate
 from ctdr_lightning.basics.errors import CheckpointError, ConfigError, CTDRError
 from ctdr_lightning.decomposition import Choices, Report, decompose
 from ctdr_lightning.decomposition.choose.select import find_layers
 from ctdr_lightning.decomposition.report import LayerReport, LossyLayerWarning, report_of
 from ctdr_lightning.recovery.decisions import split
-from ctdr_lightning.recovery.duplicate import duplicate
 from ctdr_lightning.recovery.schedule import Recovery
 from ctdr_lightning.recovery.transaction import PutBack
 

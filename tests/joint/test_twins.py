@@ -17,6 +17,14 @@ def test_a_twin_has_its_own_modules_and_the_same_tensors():
     assert not any(isinstance(layer, FactorizedLayer) for layer in net.modules())
 
 
+def test_a_stored_tensor_with_a_graph_is_copied_without_it():
+    net = parts.network()
+    net.total = sum(p.sum() for p in net.parameters())
+    twin = twin_of(net)
+    assert not twin.total.requires_grad
+    assert torch.equal(twin.total, net.total)
+
+
 def test_a_structure_has_the_shapes_of_the_factorized_model():
     net = parts.network()
     made = twin_of(net)

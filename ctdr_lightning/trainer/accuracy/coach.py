@@ -16,11 +16,11 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
+from ctdr_lightning.basics.duplicate import duplicate
 from ctdr_lightning.basics.errors import CheckpointError, ConfigError
 from ctdr_lightning.basics.interrupts import interrupts_held
 from ctdr_lightning.recovery.decisions import Progress, failed, first_cut_epoch, next_move, phase_at
 from ctdr_lightning.recovery.distill import Teacher
-from ctdr_lightning.recovery.duplicate import duplicate
 from ctdr_lightning.recovery.phases import Freezer, RateScaler
 from ctdr_lightning.recovery.schedule import Phase, Recovery
 from ctdr_lightning.recovery.transaction import PutBack, all_or_nothing, layers_as_now

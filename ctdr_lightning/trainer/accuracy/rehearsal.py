@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
-from ctdr_lightning.recovery.duplicate import duplicate
+from ctdr_lightning.basics.duplicate import duplicate
 from ctdr_lightning.trainer.accuracy.own_loaders import own_loader
 from ctdr_lightning.trainer.modules import overrides
 

@@ -10,11 +10,11 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from ctdr_lightning.basics.duplicate import duplicate
 from ctdr_lightning.basics.errors import ConfigError, first_line
 from ctdr_lightning.basics.torch_private import tree_map_only
 from ctdr_lightning.decomposition import Report, decompose
 from ctdr_lightning.decomposition.choose.batches import N_BATCHES, first_batches
-from ctdr_lightning.recovery.duplicate import duplicate
 from ctdr_lightning.trainer.accuracy import rehearsal
 from ctdr_lightning.trainer.accuracy.loader_classes import loader_classes_kept
 from ctdr_lightning.trainer.randomness import isolated

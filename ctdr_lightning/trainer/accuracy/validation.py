@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ctdr_lightning.basics.duplicate import duplicate
 from ctdr_lightning.basics.errors import ConfigError
-from ctdr_lightning.recovery.duplicate import duplicate
 from ctdr_lightning.trainer.randomness import isolated
 
 

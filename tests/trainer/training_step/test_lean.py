@@ -131,9 +131,10 @@ def test_outputs_that_outlive_the_step_are_made(plain):
     assert callback.seen.isfinite().all()
 
 
-def test_a_metric_that_wants_probabilities_makes_logits_that_the_loss_does_not_use():
+@pytest.mark.parametrize("rank", ["if_needed", None])
+def test_a_metric_that_wants_probabilities_makes_logits_that_the_loss_does_not_use(rank):
     wanted = trained(kind="metric")
-    callback = CTDRCallback(TIGHT + 50 * MIB, rank=None)
+    callback = CTDRCallback(TIGHT + 50 * MIB, rank=rank)
     found = trained(callback, kind="metric")
     agree(found, wanted)
     assert float(found[0].metric.compute()) == pytest.approx(float(wanted[0].metric.compute()), rel=1e-5)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
-from ctdr_lightning.recovery.duplicate import duplicate
+from ctdr_lightning.basics.duplicate import duplicate
 
 
 def of_a_loss(layer):

@@ -11,12 +11,16 @@ from torch import Tensor, nn
 M = TypeVar("M", bound=nn.Module)
 
 
-def duplicate(module: M) -> M:
+def duplicate(module: M, shared: Iterable[Tensor] = ()) -> M:
     """Copy a module deeply.
 
     Tensors with a graph are copied without it: `weight_norm`, `spectral_norm` and pruning compute a layer's weight from
     its parameters before each forward, so the copy computes its own. Attributes that cannot be copied at all are shared
     with the copy.
+
+    Args:
+        module: The module.
+        shared: Tensors that the copy has in common with the module.
 
     Example:
         >>> layer = nn.Linear(2, 2)
@@ -25,6 +29,7 @@ def duplicate(module: M) -> M:
         False
     """
     memo: dict[int, Any] = {id(t): t.detach().clone() for t in _tensors(_attributes(module)) if not t.is_leaf}
+    memo |= {id(tensor): tensor for tensor in shared}
     try:
         return deepcopy(module, dict(memo))
     except TypeError:  # how copy and pickle say that they cannot
