@@ -54,7 +54,7 @@ def tiles_in_words(tiles: Mapping[str, int]) -> str:
     """
     first, *others = tiles
     if not others:
-        return f"{first} runs in {tiles[first]} tiles, the same up to rounding: no plan of it whole fits"
+        return f"{first or 'the model'} runs in {tiles[first]} tiles, the same up to rounding: no plan of it whole fits"
     like = f"{first} and {len(others)} like it"
     return f"{like} run in {tiles[first]} tiles each, the same up to rounding: no plan of them whole fits"
 
@@ -124,15 +124,16 @@ class _TileSearch:
 
     def _better(self, made: InTiles, number: int) -> Iterator[InTiles]:
         """The set with modules around the operation that needs most, the smallest ones first."""
-        name = _module_at(made.account.standing, highest_tick(made.account.standing))
-        while name and self._n_tried < _MOST_TRIED:
+        trace = made.account.standing
+        for name in _and_around(_module_at(trace, highest_tick(trace))):
+            if self._n_tried == _MOST_TRIED:
+                return
             more = dict.fromkeys(self._like(name), number)
             if not more.keys() <= made.tiles.keys():
                 self._n_tried += 1
                 account, running = self._account({**made.tiles, **more})
                 if account.floor_bytes <= _GAIN * made.account.floor_bytes:
                     yield InTiles({n: t for n, t in {**made.tiles, **more}.items() if n in running}, account)
-            name = name.rpartition(".")[0]
 
     def _like(self, name: str) -> list[str]:
         """The modules of the same class whose names differ in numbers alone."""
@@ -159,6 +160,14 @@ def _module_at(trace: Trace, tick: int) -> str:
             largest = max(made, key=lambda value: trace.storages[value.storage].n_bytes)
             return _parent(trace.ops[largest.op].module)
     return ""
+
+
+def _and_around(name: str) -> Iterator[str]:
+    """A module and those around it, the model last; there may be none but the model."""
+    while name:
+        yield name
+        name = _parent(name)
+    yield ""
 
 
 def _parent(name: str) -> str:

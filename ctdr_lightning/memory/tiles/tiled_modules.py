@@ -62,7 +62,7 @@ class TiledModules:
                 )
             if isinstance(number, bool) or not isinstance(number, int) or number < 2:
                 raise ConfigError(f"{number!r} is no number of tiles for {name!r}.", "Write 2 or more.")
-        outer = {name for name in tiles if not any(name.startswith(f"{other}.") for other in tiles)}
+        outer = {name for name in tiles if not any(_is_inside(name, other) for other in tiles)}
         self._modules = {name: modules[name] for name in tiles if name in outer}
         self.left_alone: dict[str, str] = {}
         checked = WeakKeyDictionary() if checked is None else checked
@@ -85,6 +85,10 @@ class TiledModules:
         for name, module in self._modules.items():
             if vars(module).get("forward") is self._forwards[name]:
                 del vars(module)["forward"]
+
+
+def _is_inside(name: str, other: str) -> bool:
+    return name != other and (not other or name.startswith(f"{other}."))
 
 
 class _TiledForward:

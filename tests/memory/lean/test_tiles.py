@@ -131,3 +131,20 @@ def test_samples_are_tried_once():
 def test_in_words():
     made, *_ = found_for(blocks(3), torch.randn(512, WIDTH), 0.2)
     assert str(made) == "0.mlp and 2 like it run in 4 tiles each, the same up to rounding: no plan of them whole fits."
+
+
+def test_the_model_itself_may_run_in_tiles():
+    net = nn.Sequential(nn.Conv2d(1, 8, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 12 * 12, 4))
+    made, *_ = found_for(net, torch.randn(64, 1, 28, 28), 0.45)
+    assert dict(made.tiles.tiles) in ({"": 4}, {"": 16})
+    assert str(made).startswith("the model runs in")
+
+
+def test_modules_inside_one_in_tiles_run_in_its_tiles():
+    net, x = blocks(2), torch.randn(64, WIDTH)
+    lean = LeanStep((), {"": 4, "0.mlp": 4})
+    with lean.of(net):
+        assert "forward" in vars(net)
+        assert "forward" not in vars(net[0].mlp)
+        step(net, x).backward()
+    assert lean.left_alone == {}
