@@ -126,7 +126,7 @@ class _Step:
     """The model as the options decompose it, the account of a batch, the report on its layers, and what is left out."""
 
     model: nn.Module
-    account: Callable[[Any], BatchAccount]
+    account: Callable[..., BatchAccount]
     report: Report | None
     lean: list[str]
 
@@ -141,9 +141,9 @@ def _step(options: argparse.Namespace) -> _Step:
         trace = record_fake(model, batch, lean_step.step(run), device=options.device, precision=options.precision)
         return BatchAccount(options.places.equip(trace, options.device), taken)
 
-    def account(batch: Any) -> BatchAccount:
+    def account(batch: Any, *, tiles: bool = False) -> BatchAccount:
         plain = recorded(batch, LeanStep())
-        tiles, policy = options.sub_batches is None, options.policy or "auto"
+        policy = options.policy or "auto"
         found = (
             leaner(model, partial(recorded, batch), limit_bytes, plain=plain, policy=policy, tiles=tiles)
             if options.rounding
@@ -158,7 +158,7 @@ def _step(options: argparse.Namespace) -> _Step:
 def _recorded(options: argparse.Namespace, step: _Step, batch: Any) -> tuple[BatchAccount, str]:
     """The batch, or the largest of its sub-batches, recorded on fake tensors; and a line on the sub-batches."""
     if options.sub_batches is None:
-        return step.account(batch), ""
+        return step.account(batch, tiles=True), ""  # parts, where asked for, take less time
     if options.sub_batches == "auto" and options.budget is None:
         raise ConfigError("--sub-batches auto needs a budget to fit.", "Give --budget, or a number.")
     asked = read_number(options.sub_batches)

@@ -86,7 +86,8 @@ def _may_be_lazy(layer: nn.Module) -> bool:
     """Whether a layer is a large linear one that runs torch's own forward on a weight that is all here."""
     if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward or "forward" in vars(layer):
         return False
-    weight = layer.weight
+    # a parametrized weight is computed, and may change its state, whenever it is asked for
+    weight = dict(layer.named_parameters(recurse=False)).get("weight")
     return layer.out_features >= LEAST_CLASSES and isinstance(weight, nn.Parameter) and _has_data(weight)
 
 

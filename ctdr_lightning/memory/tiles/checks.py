@@ -16,6 +16,7 @@ from ctdr_lightning.basics.torch_private import (
     OpOverload,
     hooks_of,
     no_dispatch_modes,
+    no_module_hooks,
     tree_leaves,
 )
 from ctdr_lightning.memory.tiles.tiled_run import Call, run_in_tiles
@@ -109,7 +110,7 @@ def hindrance(call: Call, tensors: Sequence[Tensor], buffers: Iterable[Tensor]) 
         buffers: Of the module.
     """
     # hooks and modes of a step that is recorded or guided see nothing of it
-    with no_dispatch_modes(), saved_tensors_hooks(_same, _same), torch.enable_grad():
+    with no_dispatch_modes(), no_module_hooks(), saved_tensors_hooks(_same, _same), torch.enable_grad():
         try:
             return _hindrance(call, tensors, buffers)
         except _NotInTiles as reason:

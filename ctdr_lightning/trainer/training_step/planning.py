@@ -150,8 +150,8 @@ class BatchPlanner:
             inputs: The arguments of the step.
         """
         n_bytes = local_bytes(tensors_of(inputs))
-        settled = self.lean_step.names or n_bytes <= self._largest_bytes or not LazyHeads(self._module).names
-        if settled or self.budget_bytes is None or not self._options.rounding:
+        settled = self.lean_step.names or n_bytes <= self._largest_bytes
+        if settled or self.budget_bytes is None or not self._options.rounding or not LazyHeads(self._module).names:
             return
         self._largest_bytes = n_bytes
         try:
@@ -190,8 +190,7 @@ class BatchPlanner:
     def _look_for_tiles(self) -> bool:
         """Look for modules to run in tiles, where no plan of a batch fits; once for each batch. Returns whether any."""
         inputs, before = self.inputs, self.lean_step
-        barred = self._tightened or not (self._options.rounding and self._may_tile)
-        if inputs is None or before.tiles or barred:
+        if inputs is None or before.tiles or self._tightened or not (self._options.rounding and self._may_tile):
             return False
         self._largest_bytes = max(self._largest_bytes, local_bytes(tensors_of(inputs)))
         try:

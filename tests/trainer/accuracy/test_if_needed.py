@@ -167,14 +167,23 @@ def noisy(logits, classes):
         (partial(Sorter, norm=nn.BatchNorm1d), {}),
         (partial(Sorter, loss=noisy), {}),
         (partial(Sorter, loss=summed), {}),
-        (Sorter, {"max_slowdown": 1.5}),
-        (Sorter, {"select": "net.0"}),
+        (Sorter, {"max_slowdown": 1.5, "memory": {"rounding": False}}),
+        (Sorter, {"select": "net.0", "memory": {"rounding": False}}),
     ],
 )
 def test_batches_that_may_not_run_in_parts_are_refused_with_the_least_peak(made, options):
     budget = round(0.6 * refused(made()))
     with pytest.raises(InfeasibleBudgetError, match="No ranks and plan fit"):
         sort(made(), callback(budget, **options))
+
+
+@pytest.mark.parametrize("options", [{"max_slowdown": 1.5}, {"select": "net.0"}], ids=str)
+def test_modules_run_in_tiles_where_an_argument_speaks_against_parts(options):
+    made = callback(round(0.6 * refused(Sorter())), **options)
+    sort(Sorter(), made)
+    assert made.run.budget_fit.tiles
+    assert made.run.memory.planner.lean_step.tiles == made.run.budget_fit.tiles
+    assert made.run.memory.session.plan.peak_bytes <= made.run.memory.budget_bytes
 
 
 def test_layers_are_cut_where_no_exact_plan_fits(bounds):

@@ -75,6 +75,7 @@ def test_a_budget_that_no_plan_of_the_whole_keeps(plain, options):
     assert dict(callback.run.memory.planner.lean_step.tiles) == {"blocks.0": 4, "blocks.1": 4}
     assert any("blocks.0 and 1 like it run in 4 tiles each" in words for words in events_of(callback))
     assert max(found[2].bytes[1:]) <= TIGHT
+    assert not any("differ" in words.lower() for words in events_of(callback))
     assert "forward" not in vars(found[0].blocks[0])
 
 
