@@ -18,7 +18,7 @@ from benchmarks.vision_import import import_torchvision
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.memory import plan, record_fake
 from ctdr_lightning.memory.account.batch import BatchAccount
-from ctdr_lightning.memory.lean.choice import leaner
+from ctdr_lightning.memory.lean.choice import choose_lean
 from ctdr_lightning.memory.lean.lean_step import LeanStep
 from ctdr_lightning.memory.lean.outputs import kept_peak_bytes
 from ctdr_recipes.evaluation.nets import FULL
@@ -77,7 +77,7 @@ def _kept(
 ) -> Row | None:
     """The row at a share of the peak; None where it is not kept."""
     budget_bytes = int(share * row.plain_bytes)
-    lean = leaner(net, account, budget_bytes, plain=plain)
+    lean = choose_lean(net, account, budget_bytes, plain=plain)
     try:
         made = plan((lean.account if lean is not None else plain).standing, budget_bytes)
     except InfeasibleBudgetError:

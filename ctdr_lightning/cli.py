@@ -45,7 +45,7 @@ from ctdr_lightning.memory.helpful_places import place_that_fits
 from ctdr_lightning.memory.holders.base import HOLDERS
 from ctdr_lightning.memory.holders.optimizer_bytes import OPTIMIZERS, optimizer_of, predict
 from ctdr_lightning.memory.holders.places import Places
-from ctdr_lightning.memory.lean.choice import leaner
+from ctdr_lightning.memory.lean.choice import choose_lean
 from ctdr_lightning.memory.lean.lean_step import LeanStep
 from ctdr_lightning.memory.planner import resolve_budget
 from ctdr_lightning.memory.recorder.gpu_workspace import beside_the_step
@@ -126,7 +126,7 @@ class _Step:
     """The model as the options decompose it, the account of a batch, the report on its layers, and what is left out."""
 
     model: nn.Module
-    account: Callable[..., BatchAccount]
+    account: Callable[[Any, bool], BatchAccount]
     report: Report | None
     lean: list[str]
 
@@ -141,14 +141,10 @@ def _step(options: argparse.Namespace) -> _Step:
         trace = record_fake(model, batch, lean_step.step(run), device=options.device, precision=options.precision)
         return BatchAccount(options.places.equip(trace, options.device), taken)
 
-    def account(batch: Any, *, tiles: bool = False) -> BatchAccount:
-        plain = recorded(batch, LeanStep())
-        policy = options.policy or "auto"
-        found = (
-            leaner(model, partial(recorded, batch), limit_bytes, plain=plain, policy=policy, tiles=tiles)
-            if options.rounding
-            else None
-        )
+    def account(batch: Any, tiles: bool) -> BatchAccount:
+        plain, policy = recorded(batch, LeanStep()), options.policy or "auto"
+        lean_bytes = limit_bytes if options.rounding else None
+        found = choose_lean(model, partial(recorded, batch), lean_bytes, plain=plain, policy=policy, tiles=tiles)
         lean[:] = [str(found)] if found is not None else []
         return found.account if found is not None else plain
 
@@ -158,7 +154,7 @@ def _step(options: argparse.Namespace) -> _Step:
 def _recorded(options: argparse.Namespace, step: _Step, batch: Any) -> tuple[BatchAccount, str]:
     """The batch, or the largest of its sub-batches, recorded on fake tensors; and a line on the sub-batches."""
     if options.sub_batches is None:
-        return step.account(batch, tiles=True), ""  # parts, where asked for, take less time
+        return step.account(batch, True), ""
     if options.sub_batches == "auto" and options.budget is None:
         raise ConfigError("--sub-batches auto needs a budget to fit.", "Give --budget, or a number.")
     asked = read_number(options.sub_batches)
@@ -173,7 +169,8 @@ def _recorded(options: argparse.Namespace, step: _Step, batch: Any) -> tuple[Bat
 def _sub_batches(options: argparse.Namespace, step: _Step, batch: Any) -> SubBatchPeaks:
     """The bytes of the batch by the number of its sub-batches."""
     limit_bytes = resolve_budget(options.budget, "cpu").peak_bytes if options.budget else None
-    return sub_batch_peaks(step.model, batch, step.account, limit_bytes or 0, options.policy)
+    # parts take less time than modules in tiles
+    return sub_batch_peaks(step.model, batch, lambda part: step.account(part, False), limit_bytes or 0, options.policy)
 
 
 def _max_batch(options: argparse.Namespace) -> None:

@@ -91,7 +91,8 @@ try:
     from torch.cuda import _sleep as keep_gpu_busy
 
     # Hooks of all modules: they can be added and removed by who added them, but not suspended.
-    from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+    from torch.nn.modules.module import _global_forward_hooks as hooks_after_modules
+    from torch.nn.modules.module import _global_forward_pre_hooks as hooks_before_modules
 
     # Dispatch modes have no public name. To push and pop one takes half the time of `with mode:` (1.7 us instead of
     # 3.4), which counts where the tape leaves and comes back many times a step.
@@ -236,19 +237,6 @@ def operators_replaced(kernels: Mapping[OpOverload, Callable[..., Any]], key: st
         library._destroy()  # torch has no other way to take a kernel back
 
 
-@contextmanager
-def no_module_hooks() -> Iterator[None]:
-    """Suspend the hooks of all modules inside the block; those of single modules run."""
-    suspended = [(hooks, dict(hooks)) for hooks in (_global_forward_pre_hooks, _global_forward_hooks)]
-    try:
-        for hooks, _ in suspended:
-            hooks.clear()
-        yield
-    finally:
-        for hooks, before in suspended:
-            hooks.update(before)
-
-
 def as_composite(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Run the operators that torch composes an operator of; ``decompose()`` takes decompositions in Python first."""
     return op._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
@@ -373,6 +361,8 @@ __all__ = [
     "free_unused_pinned_memory",
     "graph_task_id",
     "higher_order_utils",
+    "hooks_after_modules",
+    "hooks_before_modules",
     "hooks_of",
     "is_key_excluded",
     "is_transformed",
@@ -381,7 +371,6 @@ __all__ = [
     "mark_stepped",
     "n_dispatch_modes",
     "no_dispatch_modes",
-    "no_module_hooks",
     "operators_replaced",
     "pop_dispatch_mode",
     "profiler_events",

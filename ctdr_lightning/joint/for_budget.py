@@ -34,7 +34,7 @@ from ctdr_lightning.joint.search import PATIENT, JointSearch
 from ctdr_lightning.joint.twins import twin_with, unmoved
 from ctdr_lightning.memory.holders.optimizer_bytes import optimizer_of, predict_for
 from ctdr_lightning.memory.lazy.heads import LazyHeads
-from ctdr_lightning.memory.lean.choice import Leaner
+from ctdr_lightning.memory.lean.choice import LeanChoice
 from ctdr_lightning.memory.lean.lean_step import LeanStep
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.simulator.actions import Recompute
@@ -139,7 +139,7 @@ def fit_to_budget(
             judge = MetricJudge(metric, model, held_out, step) if metric is not None else None
             with unmoved(model):  # BatchNorm's statistics are as they were when the batches are looked at
                 pricer = Pricer(model, step, drawn[0], account)
-                pricer, lean = _leaner(pricer, model, drawn[0], limits, tiles) if rounding else (pricer, None)
+                pricer, lean = _lean_pricer(pricer, model, drawn[0], limits, tiles) if rounding else (pricer, None)
             forward = partial(_on_batch, pricer.step, drawn[0])
             allowance = _allowance(max_loss, limits, bench, judge)
             harmless = AllowedLoss(partial(_usual_loss, bench), bench.refined) if max_loss is None else allowance
@@ -154,9 +154,11 @@ def fit_to_budget(
     return fit if judge is None or max_loss is None else replace(fit, metric=_change(judge, found, max_loss))
 
 
-def _leaner(pricer: Pricer, model: nn.Module, batch: Any, limits: Limits, tiles: bool) -> tuple[Pricer, Leaner | None]:
+def _lean_pricer(
+    pricer: Pricer, model: nn.Module, batch: Any, limits: Limits, tiles: bool
+) -> tuple[Pricer, LeanChoice | None]:
     """The pricer of leaner steps, where the dense one has to be leaner."""
-    lean = pricer.leaner(limits.peak_bytes, tiles=tiles)
+    lean = pricer.choose_lean(limits.peak_bytes, tiles=tiles)
     if lean is None:
         return pricer, None
     # all large layers: a head that is cut has another name
@@ -164,7 +166,7 @@ def _leaner(pricer: Pricer, model: nn.Module, batch: Any, limits: Limits, tiles:
     return Pricer(model, step.step(pricer.step), batch, pricer.account), lean
 
 
-def _told_lean(fit: BudgetFit, model: nn.Module, lean: Leaner | None) -> BudgetFit:
+def _told_lean(fit: BudgetFit, model: nn.Module, lean: LeanChoice | None) -> BudgetFit:
     if lean is None:
         return fit
     names = LazyHeads(model).names if lean.outputs is not None else ()

@@ -24,7 +24,7 @@ from ctdr_lightning.joint.turns import RealStep, in_turns
 from ctdr_lightning.joint.twins import structure_of, unmoved
 from ctdr_lightning.memory.account.batch import BatchAccount
 from ctdr_lightning.memory.bounds.lower_bound import floor_bytes
-from ctdr_lightning.memory.lean.choice import Leaner, leaner
+from ctdr_lightning.memory.lean.choice import LeanChoice, choose_lean
 from ctdr_lightning.memory.lean.lean_step import LeanStep
 from ctdr_lightning.memory.planner import plan
 from ctdr_lightning.memory.plans.budget import Budget
@@ -137,7 +137,7 @@ class Pricer:
             self.dense_s = min(whole.seconds() for _ in range(_N_RECORDINGS))
         return recorded
 
-    def leaner(self, budget_bytes: int | None, *, tiles: bool) -> Leaner | None:
+    def choose_lean(self, budget_bytes: int | None, *, tiles: bool) -> LeanChoice | None:
         """A leaner dense step for a budget; None where the plain one fits unchanged, or nothing is gained.
 
         Args:
@@ -154,7 +154,7 @@ class Pricer:
             return self.account(lean, self._model)
 
         plain = self.account(self.dense, self._model)
-        return leaner(self._model, account, budget_bytes, plain=plain, tiles=tiles and self._on_fakes)
+        return choose_lean(self._model, account, budget_bytes, plain=plain, tiles=tiles and self._on_fakes)
 
     def price(self, choices: Choices) -> Price:
         """The price of a candidate's step, its optimizer's state included.

@@ -14,7 +14,7 @@ from ctdr_lightning.memory.lean.tiles import InTiles, found_tiles
 
 
 @dataclass(frozen=True)
-class Leaner:
+class LeanChoice:
     """A step that needs less than the plain one.
 
     Attributes:
@@ -42,7 +42,7 @@ class Leaner:
         return " ".join(str(part) for part in (self.outputs, self.tiles) if part is not None)
 
 
-def leaner(
+def choose_lean(
     model: nn.Module,
     account: Callable[[LeanStep], BatchAccount],
     budget_bytes: int | None,
@@ -50,7 +50,7 @@ def leaner(
     plain: BatchAccount | None = None,
     policy: str = "auto",
     tiles: bool = True,
-) -> Leaner | None:
+) -> LeanChoice | None:
     """A leaner step for a budget; None where the plain one fits without a plan, or nothing is gained.
 
     Args:
@@ -66,11 +66,9 @@ def leaner(
     plain = plain or account(LeanStep())
     outputs = left_out(model, account, budget_bytes, plain)
     if not tiles:
-        return Leaner(outputs, None) if outputs is not None else None
-    names = outputs.names if outputs is not None else ()
-
-    whole = outputs.account if outputs is not None else plain
+        return LeanChoice(outputs, None) if outputs is not None else None
+    whole, names = (outputs.account, outputs.names) if outputs is not None else (plain, ())
     found = None
     if whole.floor_bytes > budget_bytes:  # a plan that is higher than the floor is not looked for: that takes seconds
         found = found_tiles(model, account, LeanStep(names), budget_bytes, policy, whole)
-    return Leaner(outputs, found) if outputs is not None or found is not None else None
+    return LeanChoice(outputs, found) if outputs is not None or found is not None else None

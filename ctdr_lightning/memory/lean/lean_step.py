@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ctdr_lightning.memory.lazy.heads import LazyHeads
 from ctdr_lightning.memory.lazy.logits import Outcome
-from ctdr_lightning.memory.tiles.tiled_modules import TiledModules
+from ctdr_lightning.memory.tiles.tiled_modules import Checked, TiledModules
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -34,7 +34,7 @@ class LeanStep:
         self.names, self.tiles = names, dict(tiles or {})
         self.outcomes: Mapping[str, Outcome] = {}
         self.left_alone: Mapping[str, str] = {}
-        self._checked: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self._checked: Checked = WeakKeyDictionary()
 
     @contextmanager
     def of(self, model: nn.Module) -> Iterator[LazyHeads | None]:

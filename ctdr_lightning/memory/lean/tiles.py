@@ -50,13 +50,13 @@ def tiles_in_words(tiles: Mapping[str, int]) -> str:
         >>> tiles_in_words({"features": 4})
         'features runs in 4 tiles, the same up to rounding: no plan of it whole fits'
         >>> tiles_in_words({f"blocks.{i}.mlp": 4 for i in range(12)})
-        'blocks.0.mlp and 11 like it run in 4 tiles each, the same up to rounding: no plan of them whole fits'
+        'blocks.0.mlp and 11 other modules run in 4 tiles each, the same up to rounding: no plan of them whole fits'
     """
     first, *others = tiles
     if not others:
         return f"{first or 'the model'} runs in {tiles[first]} tiles, the same up to rounding: no plan of it whole fits"
-    like = f"{first} and {len(others)} like it"
-    return f"{like} run in {tiles[first]} tiles each, the same up to rounding: no plan of them whole fits"
+    several = f"{first} and {len(others)} other module{'s' * (len(others) > 1)}"
+    return f"{several} run in {tiles[first]} tiles each, the same up to rounding: no plan of them whole fits"
 
 
 def found_tiles(

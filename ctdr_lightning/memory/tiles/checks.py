@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -10,16 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ctdr_lightning.basics.errors import first_line
 from ctdr_lightning.basics.torch_private import (
     FakeTensor,
     OpMode,
     OpOverload,
+    hooks_after_modules,
+    hooks_before_modules,
     hooks_of,
     no_dispatch_modes,
-    no_module_hooks,
     tree_leaves,
 )
-from ctdr_lightning.memory.tiles.tiled_run import Call, run_in_tiles
+from ctdr_lightning.memory.tiles.tiled_run import Call, no_cast_cache, run_in_tiles
 from ctdr_lightning.memory.values.op_traits import COLLECTIVE, UNPROVEN, pin_reason_of_call, traits
 
 _FORBIDDEN = {
@@ -32,8 +35,9 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 # Relative to the norm of the whole. Sums over tiles of a batch of 64 differed by up to 3e-6 in 32 bits; samples that
 # mix, by a mean or a maximum over the batch, by 1e-2 and more.
 _ALIKE, _ROUNDED = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 4e-3}, 3e-2
-
-_MOST_TRIED = 16  # samples of a tile, or tokens: the trial comes before the plan, and few should not break the budget
+# Samples, or tokens, of a trial: few, as it comes before the plan. Two parts of 7 begin at no multiple of 2 to 6, so
+# that samples that mix in groups of any size, except 7, give other results in parts.
+_TRIED = 14
 
 
 class _NotInTiles(Exception):
@@ -109,16 +113,47 @@ def hindrance(call: Call, tensors: Sequence[Tensor], buffers: Iterable[Tensor]) 
         tensors: Its tensors.
         buffers: Of the module.
     """
-    # hooks and modes of a step that is recorded or guided see nothing of it
-    with no_dispatch_modes(), no_module_hooks(), saved_tensors_hooks(_same, _same), torch.enable_grad():
-        try:
+    try:
+        with _unseen(), torch.enable_grad():
             return _hindrance(call, tensors, buffers)
-        except _NotInTiles as reason:
-            return str(reason)
+    except _NotInTiles as reason:
+        return str(reason)
+    except torch.OutOfMemoryError:  # says nothing about the module
+        raise
+    except Exception as error:  # the module's own code may ask for a number of samples that only the whole has
+        return f"does not run on a part of its samples: {first_line(error)}"
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Hide what runs inside from hooks and modes of a step that is recorded or guided."""
+    suspended = [(hooks, dict(hooks)) for hooks in (hooks_before_modules, hooks_after_modules)]
+    try:
+        for hooks, _ in suspended:
+            hooks.clear()
+        with no_dispatch_modes(), saved_tensors_hooks(_same, _same), no_cast_cache():
+            yield
+    finally:
+        for hooks, before in suspended:
+            hooks.update(before)
+
+
+def n_tried(n_samples: int) -> int:
+    """Number of samples of a trial: the first of two parts has an odd number of them.
+
+    Args:
+        n_samples: Number that there are; at least 2.
+
+    Example:
+        >>> [n_tried(n) for n in (2, 3, 4, 8, 100)]
+        [2, 2, 2, 6, 14]
+    """
+    few = min(n_samples, _TRIED)
+    return few - max((few - 1) % 4 - 1, 0)
 
 
 def _hindrance(call: Call, tensors: Sequence[Tensor], buffers: Iterable[Tensor]) -> str:
-    n_samples = min(call.n_samples, 2 * min(call.n_rows, _MOST_TRIED))
+    n_samples = n_tried(call.n_samples)
     few = [t.detach() for t in call.pieces(tensors, 0, n_samples)]
     with _Watch([*few, *call.parameters, *buffers]):
         call.outputs(few)

@@ -16,6 +16,9 @@ from ctdr_lightning.basics.torch_private import FakeTensor, is_transformed, top_
 from ctdr_lightning.memory.tiles.checks import acts_on_tokens, hindrance, static_hindrance
 from ctdr_lightning.memory.tiles.tiled_run import Call, run_in_tiles
 
+# From a module to the ways in which it was cut, and for each the reason why it runs whole, or the empty string.
+Checked = MutableMapping[nn.Module, dict[tuple[int, tuple[bool, ...]], str]]
+
 
 class TiledModules:
     """Runs modules of a model tile by tile of their samples, while it is entered.
@@ -30,8 +33,8 @@ class TiledModules:
         axis: Of the samples in the tensors that the modules take and give; 1 cuts sequences of modules that act on each
             token alone. None is 1 for batches with fewer samples than tiles, where a module has linear layers,
             normalisations over features and activations alone, else 0.
-        checked: From modules that were tried on samples of a real batch to the reasons why they run whole, or the empty
-            string; it is added to. None tries each module once.
+        checked: What was found when modules were tried on samples of real batches; it is added to. None tries each
+            anew.
 
     Attributes:
         left_alone: From the names of modules that run whole to the reasons.
@@ -52,7 +55,7 @@ class TiledModules:
         model: nn.Module,
         tiles: Mapping[str, int],
         axis: int | None = None,
-        checked: MutableMapping[nn.Module, str] | None = None,
+        checked: Checked | None = None,
     ) -> None:
         modules = dict(model.named_modules())
         for name, number in tiles.items():
@@ -100,7 +103,7 @@ class _TiledForward:
         n_tiles: int,
         axis: int | None,
         leave_alone: Callable[[str], None],
-        checked: MutableMapping[nn.Module, str],
+        checked: Checked,
     ) -> None:
         self._module, self._n_tiles, self._axis = module, n_tiles, axis
         self._leave_alone, self._checked = leave_alone, checked
@@ -117,12 +120,14 @@ class _TiledForward:
 
     def _reason(self, call: Call, tensors: Sequence[Tensor]) -> str:
         """Why the module runs whole; its samples are tried once, and where they have no values, its operators."""
-        found = static_hindrance(self._module) or self._checked.get(self._module)
-        if found is None:
-            found = hindrance(call, tensors, self._module.buffers())
-            if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
-                self._checked[self._module] = found
-        return found
+        reason = static_hindrance(self._module)
+        known, way = self._checked.setdefault(self._module, {}), (call.axis, call.cut)
+        if reason or way in known:
+            return reason or known[way]
+        reason = hindrance(call, tensors, self._module.buffers())
+        if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            known[way] = reason
+        return reason
 
     def _whole(self, *args: Any, **kwargs: Any) -> Any:
         return type(self._module).forward(self._module, *args, **kwargs)

@@ -9,6 +9,7 @@ summed over tiles, which changes them by rounding.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +69,17 @@ class Call:
         return tree_flatten(self.run(*args, **kwargs))
 
 
+@contextmanager
+def no_cast_cache() -> Iterator[None]:
+    """Keep autocast from remembering casts of weights, which have no graph where none is recorded."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
 def run_in_tiles(call: Call, tensors: Sequence[Tensor]) -> Any:
     """The result of a call, made tile by tile.
 
@@ -92,7 +104,8 @@ class _Tiled(torch.autograd.Function):
         tensors = given[: len(call.places)]
         outputs: list[Tensor] = []
         for begin, n_rows in call.tiles():
-            of_tile, nest = call.outputs(call.pieces(tensors, begin, n_rows))
+            with no_cast_cache():
+                of_tile, nest = call.outputs(call.pieces(tensors, begin, n_rows))
             if not outputs:
                 structure.append(nest)
                 outputs = [_whole(output, call) for output in of_tile]

@@ -48,6 +48,8 @@ def _words_of_batches(event: of_steps.Event) -> str:
             return summary
         case of_batches.OutputMade(layer, asked_by):
             return f"The output of {layer} was to be left out, and was made for {asked_by}."
+        case of_batches.RunsWhole(module, reason):
+            return f"{module or 'The model'} was to run in tiles, and runs whole: it {reason}."
         case of_batches.RanOutOfMemory(message, budget_bytes):
             return f"A step ran out of memory ({message}); it is tried again under {format_bytes(budget_bytes)}."
         case of_batches.RecordedOverBudget(n_bytes):

@@ -80,7 +80,7 @@ class Adviser:
         lean = self.lean()
         if lean is not None:
             peak_bytes = planned_peak_bytes(lean, self.budget_bytes, self.options.policy)
-            yield Change(MEMORY, "rounding", True, lean, peak_bytes, ", without the outputs of large layers")
+            yield Change(MEMORY, "rounding", True, lean, peak_bytes, ", with steps that are the same up to rounding")
         found = self.sub_batches.change() if self.sub_batches is not None else None
         if found is not None:
             yield replace(found, value="auto", note=f" in {found.value} sub-batches")

@@ -63,6 +63,14 @@ class OutputMade(Event):
 
 
 @dataclass(frozen=True)
+class RunsWhole(Event):
+    """A module that was to run in tiles runs whole after all."""
+
+    module: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class RanOutOfMemory(Event):
     """A step ran out of memory and is tried again under a smaller budget."""
 

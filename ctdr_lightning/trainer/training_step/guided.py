@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ctdr_lightning.memory import signature_of
 from ctdr_lightning.memory.guide.step_guide import StepGuide
-from ctdr_lightning.trainer.training_step.events import MadeLean, OutputMade
+from ctdr_lightning.trainer.training_step.events import MadeLean, OutputMade, RunsWhole
 from ctdr_lightning.trainer.training_step.layers import Backward, Chain, Layer, Step
 from ctdr_lightning.trainer.training_step.memory_stage import MemoryStage
 from ctdr_lightning.trainer.training_step.optimizer.in_backward import StepInBackward
@@ -40,6 +40,8 @@ class Lean(Layer):
         for layer, asked_by in planner.outputs_made().items():
             if planner.lean:
                 note(OutputMade(layer, asked_by))
+        for module, reason in planner.lean_step.left_alone.items():
+            note(RunsWhole(module, reason))
         return output
 
 

@@ -17,7 +17,7 @@ from ctdr_lightning.memory import Plan, Trace, plan
 from ctdr_lightning.memory.account.batch import BatchAccount
 from ctdr_lightning.memory.holders.places import Places
 from ctdr_lightning.memory.lazy.heads import LazyHeads
-from ctdr_lightning.memory.lean.choice import Leaner, leaner
+from ctdr_lightning.memory.lean.choice import LeanChoice, choose_lean
 from ctdr_lightning.memory.lean.lean_step import LeanStep
 from ctdr_lightning.memory.lean.outputs import in_words, kept_peak_bytes
 from ctdr_lightning.memory.lean.tiles import found_tiles, tiles_in_words
@@ -63,7 +63,7 @@ class BatchPlanner:
         self._tightened = self._warned = False
         self.lean_step = LeanStep()
         self.lean = ""
-        self._largest_bytes = 0
+        self._largest_bytes = self._largest_in_tiles_bytes = 0
         self._on_trial = False
 
     def attach(self, module: LightningModule) -> None:
@@ -156,7 +156,7 @@ class BatchPlanner:
         self._largest_bytes = n_bytes
         try:
             with one_bar(self._shown), doing("look for outputs to leave out"):
-                found = self._leaner(inputs)
+                found = self._lean_choice(inputs)
         except ConfigError:  # a step that needs values: what it does with the outputs is seen when it runs
             self.lean_step, self._largest_bytes = self._with_outputs_of(LazyHeads(self._module).names), 1 << 62
             self._on_trial = bool(self.lean_step.names)
@@ -177,10 +177,10 @@ class BatchPlanner:
         """A key of the modules in tiles, without which a step is of another kind; empty without tiles."""
         return tuple(self.lean_step.tiles.items())
 
-    def _leaner(self, inputs: Any) -> Leaner | None:
+    def _lean_choice(self, inputs: Any) -> LeanChoice | None:
         account = partial(self._fake_account, inputs)
         policy, tiles = self._options.policy, self._may_tile
-        return leaner(self._module, account, self.budget_bytes, policy=policy, tiles=tiles)
+        return choose_lean(self._module, account, self.budget_bytes, policy=policy, tiles=tiles)
 
     @property
     def _may_tile(self) -> bool:
@@ -188,11 +188,14 @@ class BatchPlanner:
         return self._options.sub_batches is None and self._module.automatic_optimization
 
     def _look_for_tiles(self) -> bool:
-        """Look for modules to run in tiles, where no plan of a batch fits; once for each batch. Returns whether any."""
+        """Look for modules to run in tiles, where a larger batch than any before has no plan. Returns whether any."""
         inputs, before = self.inputs, self.lean_step
         if inputs is None or before.tiles or self._tightened or not (self._options.rounding and self._may_tile):
             return False
-        self._largest_bytes = max(self._largest_bytes, local_bytes(tensors_of(inputs)))
+        n_bytes = local_bytes(tensors_of(inputs))
+        if n_bytes <= self._largest_in_tiles_bytes:
+            return False
+        self._largest_in_tiles_bytes = n_bytes
         try:
             with one_bar(self._shown), doing("look for modules to run in tiles"):
                 account = partial(self._fake_account, inputs)
@@ -263,7 +266,7 @@ class BatchPlanner:
         if self._options.rounding or self.inputs is None:
             return None
         try:
-            found = self._leaner(self.inputs)
+            found = self._lean_choice(self.inputs)
         except ConfigError:
             return None
         return found.account if found is not None else None

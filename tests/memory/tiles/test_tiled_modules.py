@@ -1,6 +1,7 @@
 """Modules in tiles: right up to rounding, or left alone with a reason."""
 
 import copy
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -90,6 +91,20 @@ class Scalar(nn.Linear):
         return y, y.square().mean()
 
 
+class Groups(nn.Linear):
+    """Samples mix in groups of eight, the last one smaller."""
+
+    def forward(self, x):
+        return super().forward(torch.cat([x[i : i + 8] - x[i : i + 8].mean(0) for i in range(0, len(x), 8)]))
+
+
+class Pairs(nn.Linear):
+    """Needs an even number of samples."""
+
+    def forward(self, x):
+        return super().forward(x).reshape(-1, 2, 5).flip(1).reshape(-1, 5)
+
+
 def hooked():
     module = nn.Sequential(nn.Linear(6, 5))
     module[0].register_forward_hook(lambda *_: None)
@@ -101,6 +116,8 @@ MIXED = {  # and the reason
     "dropout": (lambda: (nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), torch.randn(12, 6)), "random"),
     "batch mean": (lambda: (BatchMean(6, 5), torch.randn(12, 6)), "mix"),
     "batch maximum": (lambda: (BatchMax(6, 5), torch.randn(12, 6)), "mix"),
+    "groups of samples": (lambda: (Groups(6, 5), torch.randn(64, 6)), "mix"),
+    "pairs of samples": (lambda: (Pairs(6, 5), torch.randn(64, 6)), "does not run on a part"),
     "attention over samples": (lambda: (nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0), torch.randn(8, 5, 6)), "mix"),
     "buffer": (lambda: (Counting(), torch.randn(12, 6)), "buffer"),
     "input written": (lambda: (InPlace(6, 5), torch.randn(12, 6)), "input"),
@@ -341,3 +358,30 @@ def test_the_rest_of_a_tiled_step_is_planned_to_the_bit():
     loss.backward()
     assert not tape.diverged
     assert all(torch.equal(p.grad, w) for p, w in zip(net.parameters(), wanted, strict=True))
+
+
+def test_another_way_to_be_cut_is_tried_anew():
+    class Centred(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x - x.mean(-2, keepdim=True))
+
+    net = nn.Sequential(Centred(nn.Linear(6, 5)))
+    checked = WeakKeyDictionary()
+    for samples, reason in ((8, {}), (2, {"0": "gives other results in parts: its samples mix"})):
+        x = torch.randn(samples, 32, 6)
+        with TiledModules(net, {"0": 4}, checked=checked) as tiled:  # two samples are fewer than tiles: tokens
+            net(x).sum().backward()
+        assert tiled.left_alone == reason
+
+
+def test_a_weight_of_two_modules_under_autocast_keeps_both_gradients():
+    net = nn.Sequential(nn.Sequential(nn.Linear(6, 6, bias=False)), nn.Tanh(), nn.Linear(6, 6, bias=False))
+    net[2].weight = net[0][0].weight
+    x, found = torch.randn(12, 6), []
+    for tiles in ({}, {"0": 3}):
+        net.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16), TiledModules(net, tiles):
+            loss = net(x).float().square().mean()
+        loss.backward()
+        found.append(net[2].weight.grad.clone())
+    assert float((found[0] - found[1]).norm()) <= 2e-2 * float(found[0].norm())

@@ -11,9 +11,7 @@ from torchmetrics.text import Perplexity
 from ctdr_lightning import CTDRCallback
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.units import MIB
-from ctdr_lightning.trainer.reports.event_words import words_of
-from tests.parts import fit
-from tests.trainer.true_peaks import Peaks
+from tests.trainer.training_step.runs import events_of, one_epoch
 
 WORDS, WIDTH, BATCH, LENGTH = 8000, 32, 4, 300
 # 113 MiB with logits, of which there are 36.6 MiB; 28 MiB without them.
@@ -61,13 +59,7 @@ def trained(*callbacks, kind="plain", **options):
     torch.manual_seed(0)
     module = LanguageModel(kind)
     data = DataLoader(torch.randint(WORDS, (5 * BATCH, LENGTH)), BATCH)
-    peaks = Peaks()
-    fit(module, *callbacks, peaks, data=(data, None), max_epochs=1, limit_val_batches=0, **options)
-    return module, torch.stack(module.losses), peaks
-
-
-def events_of(callback):
-    return [words_of(event) for event in callback.run.memory.session.events]
+    return one_epoch(module, data, *callbacks, **options)
 
 
 @pytest.fixture(scope="module")

@@ -9,24 +9,29 @@ from torch.utils.data import DataLoader, TensorDataset
 from ctdr_lightning import CTDRCallback
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.units import MIB
-from ctdr_lightning.trainer.reports.event_words import words_of
-from tests.parts import fit
-from tests.trainer.true_peaks import Peaks
+from tests.trainer.training_step.runs import events_of, one_epoch
 
 WIDTH, LENGTH, HIDDEN = 16, 1024, 1024
-# 26 MiB plain, of which one hidden layer and its gradient are 8; 19.3 MiB at least under a plan.
+# One hidden layer takes 4 MiB, and at least 12.7 MiB are needed under a plan of the whole.
 TIGHT, LARGE = 12 * MIB, 300 * MIB
+
+
+class Centred(nn.Sequential):
+    """Its tokens mix, which only a trial shows: its parts act on each alone."""
+
+    def forward(self, x):
+        return super().forward(x - x.mean(1, keepdim=True))
 
 
 class Wide(LightningModule):
     """One sample a batch, so that it cannot run in parts; its tokens are normalised together, once."""
 
-    def __init__(self):
+    def __init__(self, block=nn.Sequential):
         super().__init__()
         self.losses = []
         self.first, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(LENGTH)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)) for _ in range(2)
+            block(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)) for _ in range(2)
         )
         self.head = nn.Linear(WIDTH, 1)
 
@@ -43,17 +48,11 @@ class Wide(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-def trained(*callbacks):
+def trained(*callbacks, block=nn.Sequential):
     torch.manual_seed(0)
-    module = Wide()
+    module = Wide(block)
     data = DataLoader(TensorDataset(torch.randn(6, LENGTH, WIDTH)), 1)
-    peaks = Peaks()
-    fit(module, *callbacks, peaks, data=(data, None), max_epochs=1, limit_val_batches=0)
-    return module, torch.stack(module.losses), peaks
-
-
-def events_of(callback):
-    return [words_of(event) for event in callback.run.memory.session.events]
+    return one_epoch(module, data, *callbacks)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +72,7 @@ def test_a_budget_that_no_plan_of_the_whole_keeps(plain, options):
     found = trained(callback)
     agree(found, plain)
     assert dict(callback.run.memory.planner.lean_step.tiles) == {"blocks.0": 4, "blocks.1": 4}
-    assert any("blocks.0 and 1 like it run in 4 tiles each" in words for words in events_of(callback))
+    assert any("blocks.0 and 1 other module run in 4 tiles each" in words for words in events_of(callback))
     assert max(found[2].bytes[1:]) <= TIGHT
     assert not any("differ" in words.lower() for words in events_of(callback))
     assert "forward" not in vars(found[0].blocks[0])
@@ -88,3 +87,12 @@ def test_modules_run_whole_where_they_fit(plain):
 def test_rounding_may_be_forbidden():
     with pytest.raises(InfeasibleBudgetError, match="rounding=True"):
         trained(CTDRCallback(memory_budget=TIGHT, rank=None, memory={"rounding": False}, verbose=False))
+
+
+def test_modules_whose_tokens_mix_run_whole_and_the_run_says_so():
+    wanted = trained(block=Centred)
+    callback = CTDRCallback(memory_budget=TIGHT, rank=None, memory={"over_budget": "least"}, verbose=False)
+    with pytest.warns(UserWarning, match="with the smallest plan found"):
+        found = trained(callback, block=Centred)
+    agree(found, wanted)
+    assert any("blocks.0 was to run in tiles, and runs whole: it gives other" in words for words in events_of(callback))
