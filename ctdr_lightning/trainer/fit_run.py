@@ -36,6 +36,7 @@ from ctdr_lightning.trainer.training_step.optimizer.states import OptimizerState
 from ctdr_lightning.trainer.training_step.pipeline import StepRunner
 from ctdr_lightning.trainer.training_step.retry.retry import is_out_of_memory
 from ctdr_lightning.trainer.training_step.sub_batches.checks import batch_norm_of, sub_batch_hindrance
+from ctdr_lightning.trainer.training_step.sub_batches.parts import can_be_cut
 from ctdr_lightning.trainer.training_step.sub_batches.sub_batches import SubBatches
 
 
@@ -191,9 +192,8 @@ class FitRun:
             return None
         automatic = self._options.fits_budget and self._options.choices is None
         account = partial(candidate_account, trainer, self._options)
-        # batches in parts take less time than modules in tiles
-        tiles = self._options.prefers_dense and _in_parts(self._options, trainer, module) is None
-        self._choice = AutoRank(trainer, self._options, account, tiles=tiles) if automatic else None
+        tiles = partial(_may_tile, self._options, trainer, module)
+        self._choice = AutoRank(trainer, self._options, account, tiles) if automatic else None
         return self._choice or TrainingData(trainer)
 
     def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
@@ -368,3 +368,9 @@ def _in_parts(options: CallbackOptions, trainer: Trainer, module: LightningModul
     cut = options.in_parts()
     hindered = cut is None or batch_norm_of(module) or sub_batch_hindrance(trainer, module)
     return None if hindered else cut
+
+
+def _may_tile(options: CallbackOptions, trainer: Trainer, module: LightningModule, batch: Any) -> bool:
+    """Whether modules may run in tiles: batches in parts, where they may run so, take less time."""
+    in_parts = _in_parts(options, trainer, module) is not None and can_be_cut(batch)
+    return options.prefers_dense and not in_parts

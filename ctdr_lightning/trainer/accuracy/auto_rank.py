@@ -34,13 +34,15 @@ class AutoRank(TrainingData):
         options: The callback's.
         account: From the optimizer, the first batch, a candidate's recorded step and the candidate to the account of
             a batch.
-        tiles: Whether modules may run in tiles where no plan of the dense step fits.
+        tiles: From the first batch to whether modules may run in tiles where no plan of the dense step fits.
 
     Attributes:
         fit: The choice; None before, and on other ranks.
     """
 
-    def __init__(self, trainer: Any, options: CallbackOptions, account: AccountOf, *, tiles: bool) -> None:
+    def __init__(
+        self, trainer: Any, options: CallbackOptions, account: AccountOf, tiles: Callable[[Any], bool]
+    ) -> None:
         super().__init__(trainer)
         self._asked, self._account, self._tiles = options, account, tiles
         self.fit: BudgetFit | None = None
@@ -76,7 +78,7 @@ class AutoRank(TrainingData):
             double, partial(_loss, self._trainer, step), batches, asked.memory_budget,
             max_slowdown=asked.max_slowdown, max_loss=asked.max_loss, method=asked.method, select=asked.select,
             metric=self._metric(double), progress=asked.verbose, prefer_dense=asked.prefers_dense,
-            rounding=asked.rounding, tiles=self._tiles,
+            rounding=asked.rounding, tiles=self._tiles(batches[0][1]),
             account=partial(self._account, _optimizer(double), batches[0][1]),
         )  # fmt: skip
         return self.fit.report

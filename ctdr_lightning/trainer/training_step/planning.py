@@ -31,7 +31,7 @@ from ctdr_lightning.trainer.training_step.bytes_beside import BytesBeside
 from ctdr_lightning.trainer.training_step.device import tensors_of
 from ctdr_lightning.trainer.training_step.optimizer.resident import local_bytes
 from ctdr_lightning.trainer.training_step.sub_batches.checks import batch_norm_of, sub_batch_hindrance
-from ctdr_lightning.trainer.training_step.sub_batches.parts import n_samples
+from ctdr_lightning.trainer.training_step.sub_batches.parts import can_be_cut, n_samples
 from ctdr_lightning.trainer.training_step.sub_batches.peaks import SubBatchPeaks, fake_steps
 
 
@@ -179,18 +179,18 @@ class BatchPlanner:
 
     def _lean_choice(self, inputs: Any) -> LeanChoice | None:
         account = partial(self._fake_account, inputs)
-        policy, tiles = self._options.policy, self._may_tile
+        policy, tiles = self._options.policy, self._may_tile(inputs)
         return choose_lean(self._module, account, self.budget_bytes, policy=policy, tiles=tiles)
 
-    @property
-    def _may_tile(self) -> bool:
-        """Whether modules may run in tiles: batches in parts, where asked for, take less time."""
-        return self._options.sub_batches is None and self._module.automatic_optimization
+    def _may_tile(self, inputs: Any) -> bool:
+        """Whether modules may run in tiles: batches in parts, where they may run so, take less time."""
+        plain = self._options.sub_batches is None and self._module.automatic_optimization
+        return plain and not self._may_cut(inputs)
 
     def _look_for_tiles(self) -> bool:
         """Look for modules to run in tiles, where a larger batch than any before has no plan. Returns whether any."""
         inputs, before = self.inputs, self.lean_step
-        if inputs is None or before.tiles or self._tightened or not (self._options.rounding and self._may_tile):
+        if inputs is None or before.tiles or self._tightened or not (self._options.rounding and self._may_tile(inputs)):
             return False
         n_bytes = local_bytes(tensors_of(inputs))
         if n_bytes <= self._largest_in_tiles_bytes:
@@ -256,7 +256,7 @@ class BatchPlanner:
 
     def _adviser(self, account: BatchAccount) -> Adviser:
         assert self.budget_bytes is not None
-        cut = self._sub_batch_peaks(self.inputs) if self._may_cut() else None
+        cut = self._sub_batch_peaks(self.inputs) if self._may_cut(self.inputs) else None
         return Adviser(
             self._module.trainer, self._module, self._options, account, self.budget_bytes, cut, self._lean_account
         )
@@ -271,11 +271,12 @@ class BatchPlanner:
             return None
         return found.account if found is not None else None
 
-    def _may_cut(self) -> bool:
-        """Whether the batch of the present step could run as sub-batches, and does not."""
-        if self.inputs is None or self._options.cuts_hindrance("auto") or self._options.sub_batches is not None:
+    def _may_cut(self, inputs: Any) -> bool:
+        """Whether a batch could run as sub-batches, and does not."""
+        if inputs is None or self._options.cuts_hindrance("auto") or self._options.sub_batches is not None:
             return False
-        return not (batch_norm_of(self._module) or sub_batch_hindrance(self._module.trainer, self._module))
+        hindered = batch_norm_of(self._module) or sub_batch_hindrance(self._module.trainer, self._module)
+        return not hindered and can_be_cut(inputs[0][0])
 
     @property
     def _ends_the_run(self) -> bool:

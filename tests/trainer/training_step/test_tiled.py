@@ -24,12 +24,12 @@ class Centred(nn.Sequential):
 
 
 class Wide(LightningModule):
-    """One sample a batch, so that it cannot run in parts; its tokens are normalised together, once."""
+    """One sample a batch, and by default a BatchNorm, either of which keeps it from running in parts."""
 
-    def __init__(self, block=nn.Sequential):
+    def __init__(self, block=nn.Sequential, norm=nn.BatchNorm1d):
         super().__init__()
         self.losses = []
-        self.first, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(LENGTH)
+        self.first, self.norm = nn.Linear(WIDTH, WIDTH), norm(LENGTH) if norm is nn.BatchNorm1d else norm(WIDTH)
         self.blocks = nn.ModuleList(
             block(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)) for _ in range(2)
         )
@@ -48,9 +48,9 @@ class Wide(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-def trained(*callbacks, block=nn.Sequential):
+def trained(*callbacks, **parts):
     torch.manual_seed(0)
-    module = Wide(block)
+    module = Wide(**parts)
     data = DataLoader(TensorDataset(torch.randn(6, LENGTH, WIDTH)), 1)
     return one_epoch(module, data, *callbacks)
 
@@ -96,3 +96,13 @@ def test_modules_whose_tokens_mix_run_whole_and_the_run_says_so():
         found = trained(callback, block=Centred)
     agree(found, wanted)
     assert any("blocks.0 was to run in tiles, and runs whole: it gives other" in words for words in events_of(callback))
+
+
+@pytest.mark.parametrize("options", [{"rank": None}, {}], ids=["no ranks", "the budget alone"])
+def test_a_batch_of_one_sample_cannot_run_in_parts(options):
+    wanted = trained(norm=nn.LayerNorm)
+    callback = CTDRCallback(memory_budget=TIGHT, verbose=False, **options)
+    found = trained(callback, norm=nn.LayerNorm)
+    agree(found, wanted)
+    assert callback.run.memory.planner.lean_step.tiles
+    assert max(found[2].bytes[1:]) <= TIGHT

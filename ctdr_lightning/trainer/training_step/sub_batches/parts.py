@@ -55,6 +55,20 @@ def n_samples(batch: Any) -> int:
     return sizes.pop()
 
 
+def can_be_cut(batch: Any) -> bool:
+    """Whether a batch has several samples, in a form that can be cut.
+
+    Example:
+        >>> from torch import zeros
+        >>> can_be_cut(zeros(6, 3)), can_be_cut(zeros(1, 3)), can_be_cut("words")
+        (True, False, False)
+    """
+    try:
+        return n_samples(batch) > 1
+    except ConfigError:
+        return False
+
+
 def cut(batch: Any, first: int, end: int) -> Any:
     """Some samples of a batch that `n_samples` accepts.
 
