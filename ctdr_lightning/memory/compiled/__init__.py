@@ -1,0 +1,1 @@
+"""Plans for compiled models: the joint graph of forward and backward, parted as a plan says."""
