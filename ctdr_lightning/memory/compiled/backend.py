@@ -1,58 +1,119 @@
-"""A backend of ``torch.compile``: graphs whose step stays within a budget of bytes.
+"""A backend of ``torch.compile``: ``torch.compile(model, backend="ctdr", options={"memory_budget": "8GiB"})``.
 
-Own work on AOTAutograd's joint graphs. The bytes are those of the compiled region's whole step: its weights and inputs,
-their gradients, and everything in between.
+Own work on AOTAutograd's joint graphs: ``activation_memory_budget`` of torch bounds the bytes that are saved, a budget
+here bounds the true peak of the compiled step. Left out: values that wait elsewhere or in fewer bytes, and compiled
+autograd. Several graphs of one step share the budget in the order in which they are compiled: each may take what those
+before it leave.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import fx
 
-from ctdr_lightning.basics.torch_compiler import (
-    CustomPartitionerFn,
-    aot_autograd,
-    boxed_nop,
-    compile_fx,
-    fx_graph_cse,
-    partitioned_by,
-)
-from ctdr_lightning.memory.compiled.joint_graph import JointGraph
-from ctdr_lightning.memory.compiled.joint_trace import JointTrace
-from ctdr_lightning.memory.compiled.parted_graph import Graphs, parted
-from ctdr_lightning.memory.planner import plan
+from ctdr_lightning.basics.devices import memory_bytes_here
+from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.basics.units import parse_bytes
 from ctdr_lightning.memory.plans.plan import Plan
-from ctdr_lightning.memory.recorder.call_seconds import CallSeconds
+
+_ENGINES = ("inductor", "aot_eager")
 
 
-class Partition(CustomPartitionerFn):
-    def __init__(self, memory_budget: int | float | str | None = None, policy: str = "auto") -> None:
-        self.memory_budget, self.policy = memory_budget, policy
-        self.plans: list[Plan] = []
-        self._prices = CallSeconds()
+@dataclass(frozen=True)
+class CompiledGraph:
+    """One compiled graph, forward and backward.
 
-    def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Graphs:
-        gm.graph.eliminate_dead_code()
-        gm.graph = fx_graph_cse(gm.graph)
-        gm.recompile()
-        joint = JointTrace(JointGraph(gm, kwargs["num_fwd_outputs"]), self._prices)
-        made = plan(joint.trace, self.memory_budget, self.policy)
-        self.plans.append(made)
-        return parted(joint, made.actions)
+    Attributes:
+        plan: Its plan, on a trace of its joint graph; None where torch's own partition was taken.
+        peak_bytes: Peak of its forward and backward, weights and inputs included, as planned or scheduled.
+        held_bytes: Bytes that wait between its forward and its backward.
+        reason: Why it could not be planned, or the empty string.
+    """
 
-    def uuid(self) -> Any:
-        return None
+    plan: Plan | None
+    peak_bytes: int
+    held_bytes: int
+    reason: str = ""
 
 
-class Backend:
-    def __init__(self, memory_budget=None, policy="auto", engine="inductor"):
-        self.partition = Partition(memory_budget, policy)
-        self.engine = engine
+class CompileBackend:
+    """Compiles graphs so that their steps stay within a budget.
 
-    def __call__(self, gm, inputs, **_):
-        if self.engine == "inductor":
-            with partitioned_by(self.partition):
-                return compile_fx(gm, inputs)
-        return aot_autograd(fw_compiler=boxed_nop, partition_fn=self.partition, keep_inference_input_mutations=True)(gm, inputs)
+    Args:
+        memory_budget: Largest true peak of the compiled step: weights, inputs, gradients and all between. Bytes, text
+            such as ``"8GiB"``, or a fraction of the GPU's memory.
+        policy: Name of a registered policy. Plans of compiled graphs keep or recompute.
+        engine: ``"inductor"``, or ``"aot_eager"`` for graphs that run op by op, to the bit as without a plan.
+        mode: A mode of ``torch.compile``, such as ``"reduce-overhead"``.
+        beside_bytes: Bytes in memory that no compiled graph touches, such as the optimizer's state.
+        options: Settings of inductor.
+
+    Attributes:
+        graphs: What was compiled, by the number of its frame.
+
+    Raises:
+        ConfigError: If the budget, the engine or the mode cannot be read.
+
+    Example:
+        >>> import torch
+        >>> backend = CompileBackend("64MiB", engine="aot_eager")
+        >>> net = torch.compile(torch.nn.Linear(8, 8), backend=backend)
+        >>> net(torch.ones(4, 8)).sum().backward()
+        >>> [graph.peak_bytes <= 2**26 for graph in backend.graphs.values()]
+        [True]
+    """
+
+    def __init__(
+        self,
+        memory_budget: int | float | str,
+        *,
+        policy: str = "auto",
+        engine: str = "inductor",
+        mode: str | None = None,
+        beside_bytes: int = 0,
+        **options: Any,
+    ) -> None:
+        if engine not in _ENGINES:
+            raise ConfigError(f"engine {engine!r} is not known.", f"Valid names: {', '.join(_ENGINES)}.")
+        if engine == "aot_eager" and (mode or options):
+            raise ConfigError(f"engine 'aot_eager' takes no mode and no options; found {mode or options}.", "Omit them.")
+        self.budget_bytes = parse_bytes(memory_budget, total_bytes=memory_bytes_here("cuda"))
+        self.beside_bytes = beside_bytes
+        self.graphs: dict[int, CompiledGraph] = {}
+        self._policy, self._engine, self._mode, self._options = policy, engine, mode, options
+
+    @cached_property
+    def _compiler(self) -> Callable[..., Any]:
+        # The compiler takes seconds to import.
+        from ctdr_lightning.basics.torch_compiler import list_mode_options
+        from ctdr_lightning.memory.compiled.graph_compiler import GraphCompiler
+
+        if self._engine == "aot_eager":
+            return GraphCompiler(self._policy, None)
+        return GraphCompiler(self._policy, {**(list_mode_options(self._mode) if self._mode else {}), **self._options})
+
+    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        """Compile a graph, as ``torch.compile`` asks for it.
+
+        Raises:
+            InfeasibleBudgetError: If no plan of the graph fits into what is left of the budget.
+        """
+        from ctdr_lightning.basics.torch_compiler import frame_id
+
+        frame = frame_id()
+        before = [graph.held_bytes for other, graph in self.graphs.items() if other < frame]
+        made, partition = self._compiler(gm, inputs, self.budget_bytes - self.beside_bytes - sum(before))
+        self.graphs[frame] = CompiledGraph(
+            partition.plan, partition.peak_bytes, partition.held_bytes, partition.reason
+        )
+        if partition.reason:
+            warnings.warn(
+                f"CTDR: a compiled graph is parted by torch, and the budget does not hold in it: {partition.reason}",
+                stacklevel=2,
+            )
+        return made

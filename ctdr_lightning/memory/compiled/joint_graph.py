@@ -50,6 +50,7 @@ class JointGraph:
     Args:
         module: The joint graph.
         n_forward_outputs: How many of its outputs the forward returns.
+        fused: Whether a compiler makes one kernel of neighbouring pointwise calls.
 
     Attributes:
         module: The joint graph.
@@ -57,16 +58,18 @@ class JointGraph:
         placeholders: Its inputs: weights, buffers and the batch, then tangents.
         calls: Its calls of operators, in order; sizes and parts of results are none.
         forward: The nodes that the forward runs.
-        backward: The nodes that the backward runs, in order. Those that need no tangent come right before the first
-            that reads them; their views are in neither, as they are made wherever they are read.
+        backward: The nodes that the backward runs, in order, those of one kernel together. Those that need no tangent
+            come right before the first that reads them; their views are in neither, as they are made wherever they are
+            read.
         forward_outputs: The nodes that it returns, then
         backward_outputs: the gradients.
         made: From node to what it makes: a fake tensor, several, or anything else.
+        fakes: The mode of these tensors.
         mutated: Inputs that are written over when the forward is over.
         symbolic: Whether some sizes are not fixed.
     """
 
-    def __init__(self, module: fx.GraphModule, n_forward_outputs: int) -> None:
+    def __init__(self, module: fx.GraphModule, n_forward_outputs: int, *, fused: bool = False) -> None:
         self.module = module
         self.n_forward_outputs = n_forward_outputs
         nodes = list(module.graph.nodes)
@@ -79,14 +82,15 @@ class JointGraph:
         self.placeholders = [node for node in nodes if node.op == "placeholder"]
         needed = _ancestors([*self.forward_outputs, *filter(_only_in_forward, nodes)])
         self.forward = needed | {node for node in nodes if _is_part(node) and node.args[0] in needed}
-        self.backward = self._backward(nodes)
+        self.backward = _kernels(self._backward(nodes), fused=fused)
         self.mutated = {n.args[0] for n in nodes if n.target is torch.ops.aten.copy_.default}
         self.mutated |= self._written_back(output, n_forward_outputs)
         self.symbolic = any(_is_symbolic(node.meta.get("val")) for node in self.placeholders)
         self.calls: list[Call] = []
         self.made: dict[fx.Node, Any] = {}
+        self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         with no_dispatch_modes(), torch.no_grad():
-            self._play(FakeTensorMode(allow_non_fake_inputs=True))
+            self._play(self.fakes)
 
     def _backward(self, nodes: list[fx.Node]) -> tuple[fx.Node, ...]:
         found: dict[fx.Node, None] = {}
@@ -155,6 +159,39 @@ def _is_part(node: fx.Node) -> bool:
 def _is_light(node: fx.Node) -> bool:
     """Whether a node is made again for nothing: a view, or an attribute of the graph."""
     return node.op == "get_attr" or (isinstance(node.target, OpOverload) and traits(node.target).view)
+
+
+# These cost no pass of their own inside of another kernel, although torch does not call them pointwise.
+_LIKE_POINTWISE = {"_to_copy", "cat", "clone", "constant_pad_nd", "convert_element_type", "copy", "full", "where"}
+_REDUCTIONS = {"all", "amax", "amin", "any", "argmax", "argmin", "mean", "prod", "sum", "var", "var_mean"}
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether a call makes each element of one element of each operand, so that it fuses with those that read it."""
+    target = node.target
+    return isinstance(target, OpOverload) and (torch.Tag.pointwise in target.tags or _short(target) in _LIKE_POINTWISE)
+
+
+def _short(target: OpOverload) -> str:
+    return traits(target).name.split(".")[1]
+
+
+def _kernels(nodes: Iterable[fx.Node], *, fused: bool) -> tuple[tuple[fx.Node, ...], ...]:
+    """Neighbouring nodes that become one kernel: pointwise calls, reductions, and views between them."""
+    found: list[list[fx.Node]] = []
+    before = False
+    for node in nodes:
+        joins = fused and (is_pointwise(node) or _is_light(node) or _is_part(node) or _reduces(node))
+        if joins and before:
+            found[-1].append(node)
+        else:
+            found.append([node])
+        before = joins
+    return tuple(map(tuple, found))
+
+
+def _reduces(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and _short(node.target) in _REDUCTIONS
 
 
 def _descendants(nodes: list[fx.Node]) -> set[fx.Node]:

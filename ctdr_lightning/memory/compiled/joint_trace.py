@@ -8,6 +8,7 @@ whoever called may hold them. Complexity: linear, and one benchmark a distinct c
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -17,13 +18,14 @@ from torch import Tensor, fx
 
 from ctdr_lightning.basics.devices import model_of
 from ctdr_lightning.basics.torch_compiler import is_tangent
-from ctdr_lightning.basics.torch_private import OpOverload, tree_leaves
-from ctdr_lightning.memory.compiled.joint_graph import Call, JointGraph
+from ctdr_lightning.basics.torch_private import OpOverload, tree_leaves, tree_map_only
+from ctdr_lightning.memory.compiled.joint_graph import Call, JointGraph, is_pointwise
 from ctdr_lightning.memory.recorder.call_seconds import CallSeconds
 from ctdr_lightning.memory.recorder.workspace import WorkspaceProbe
 from ctdr_lightning.memory.traces.trace import OpRecord, Save, StorageRecord, Trace, ValueRecord
 from ctdr_lightning.memory.values.op_traits import pin_reason_of_call, pin_reason_on_gpu, traits, without_running_stats
 
+_FUSED_SHARE = 0.1
 INPUT = "an input of the graph"
 OVERWRITTEN = "reads an input that the step overwrites"
 
@@ -54,8 +56,9 @@ class JointTrace:
         makers: From value to the call that makes it and the value's place among its results.
     """
 
-    def __init__(self, graph: JointGraph, prices: CallSeconds) -> None:
+    def __init__(self, graph: JointGraph, prices: CallSeconds, *, fused: bool = False) -> None:
         self.graph = graph
+        self._fused = fused
         self.makers: dict[int, tuple[Call, int]] = {}
         self._by_storage: dict[int, int] = {}
         self._values: list[_Value] = []
@@ -65,7 +68,7 @@ class JointTrace:
         self._prices = prices
         self._ticks = count()
         self._n_forward = 0
-        self._overwritten = {self._storage_key(node) for node in graph.mutated}
+        self._overwritten = {_storage(graph.made[node]) for node in graph.mutated}
         self.trace = self._trace()
 
     def value_of(self, node: fx.Node) -> int:
@@ -74,30 +77,41 @@ class JointTrace:
         return self._value(made) if isinstance(made, Tensor) else -1
 
     def _value(self, tensor: Tensor) -> int:
-        return self._by_storage.get(tensor.untyped_storage()._cdata, -1)
-
-    def _storage_key(self, node: fx.Node) -> int:
-        return self.graph.made[node].untyped_storage()._cdata
+        return self._by_storage.get(_storage(tensor), -1)
 
     def _trace(self) -> Trace:
         graph = self.graph
-        forward = [call for call in graph.calls if call.node in graph.forward]
         by_node = {call.node: call for call in graph.calls}
-        backward = [by_node[node] for node in graph.backward if node in by_node]
+        forward = [call for call in graph.calls if call.node in graph.forward]
+        kernels = ([by_node[node] for node in kernel if node in by_node] for kernel in graph.backward)
+        backward = [kernel for kernel in kernels if kernel]
+        self._n_forward = len(forward)
         for node in graph.placeholders:
             if isinstance(graph.made[node], Tensor) and not is_tangent(node):
                 self._enter(graph.made[node], INPUT, born=-1)
-        self._n_forward = len(forward)
         for call in forward:
-            self._run(call)
-        last = self._n_forward - 1
+            self._run([call])
         for node in filter(is_tangent, graph.placeholders):
             if isinstance(graph.made[node], Tensor):
-                self._enter(graph.made[node], INPUT, born=max(last, 0))
-        for call in backward:
-            self._ask(call)
-            self._run(call, backward=True)
+                self._enter(graph.made[node], INPUT, born=max(self._n_forward - 1, 0))
+        inside = self._inside(backward)
+        for kernel in backward:
+            self._ask(kernel)
+            self._run(kernel, inside)
         return self._finished(next(self._ticks))
+
+    def _inside(self, kernels: list[list[Call]]) -> set[int]:
+        """Storages that no one outside of a kernel reads: a compiler does not write them down."""
+        made: dict[int, int] = {}
+        read = {_storage(self.graph.made[node]) for node in self.graph.backward_outputs}
+        for place, kernel in enumerate(kernels):
+            for call in kernel:
+                read |= {storage for storage in map(_storage, _tensors(call)) if made.get(storage, place) != place}
+                for out in _results(call.out):
+                    if out is not None:
+                        made.setdefault(_storage(out), place)
+        alone = {_storage(out) for kernel in kernels if len(kernel) == 1 for out in _results(kernel[0].out) if out is not None}
+        return made.keys() - read - alone
 
     def _enter(self, tensor: Tensor, pin: str, born: int, op: int = -1) -> int:
         storage = tensor.untyped_storage()
@@ -107,37 +121,57 @@ class JointTrace:
             self._values.append(_Value(storage.nbytes(), tuple(tensor.shape), dtype, op, born, born, pin))
         return self._by_storage[storage._cdata]
 
-    def _ask(self, call: Call) -> None:
-        """The backward asks for each value of the forward that its next call reads."""
-        asked = [(value, next(self._ticks)) for value in self._read(call) if self._from_forward(value)]
+    def _ask(self, kernel: list[Call]) -> None:
+        """The backward asks for each value of the forward that its next kernel reads."""
+        asked = [(value, next(self._ticks)) for value in self._read(kernel) if 0 <= self._values[value].op < self._n_forward]
         for value, tick in asked:
             self._saves[value].append(Save(self._ops[self._values[value].op].tick, (tick,), asked[-1][1] + 1))
 
-    def _from_forward(self, value: int) -> bool:
-        return 0 <= self._values[value].op < self._n_forward
-
-    def _read(self, call: Call) -> tuple[int, ...]:
-        found = (self._value(leaf) for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor))
+    def _read(self, kernel: list[Call]) -> tuple[int, ...]:
+        found = (self._value(tensor) for call in kernel for tensor in _tensors(call))
         return tuple(dict.fromkeys(value for value in found if value >= 0))
 
-    def _run(self, call: Call, *, backward: bool = False) -> None:
-        tick, index, inputs = next(self._ticks), len(self._ops), self._read(call)
-        pin = "" if backward else self._pin(call)
-        outputs = []
-        for place, out in enumerate(_results(call.out)):
-            value = self._enter(out, pin or _pin_of_result(call, out), tick, index) if out is not None else -1
-            if value >= 0 and self._values[value].op == index:
-                self.makers[value] = (call, place)
-            outputs.append(value)
+    def _run(self, kernel: list[Call], inside: Collection[int] = ()) -> None:
+        """Enter a kernel as one op: a call of the forward, or one or more of the backward."""
+        tick, index, inputs = next(self._ticks), len(self._ops), self._read(kernel)
+        backward = index >= self._n_forward
+        pin = "" if backward else self._pin(kernel[0])
+        outputs = [value for call in kernel for value in self._results(call, tick, index, pin, inside)]
         for value in (*inputs, *outputs):
-            if value >= 0 and not (backward and self._from_forward(value)):
+            if value >= 0 and not (backward and 0 <= self._values[value].op < self._n_forward):
                 self._values[value].end = max(self._values[value].end, tick)
-        seconds = 0.0
-        if isinstance(call.node.target, OpOverload):
-            seconds = self._prices.seconds(call.node.target, call.args, call.kwargs, call.out)
-            self._probe.note(index, call.node.target, call.args, call.kwargs)
-        name = traits(call.node.target).name
-        self._ops.append(OpRecord(name, tick, inputs, tuple(outputs), seconds, 0, _module(call.node), backward, pin))
+        seconds = sum(self._seconds(index, call) for call in kernel)
+        first, module = kernel[0].node, _module(kernel[0].node)
+        name = traits(first.target).name
+        self._ops.append(OpRecord(name, tick, inputs, tuple(outputs), seconds, 0, module, backward, pin))
+
+    def _results(self, call: Call, tick: int, index: int, pin: str, inside: Collection[int]) -> list[int]:
+        found = []
+        for place, out in enumerate(_results(call.out)):
+            if out is None or _storage(out) in inside:
+                found.append(-1)
+                continue
+            value = self._enter(out, pin or _pin_of_result(call, out), tick, index)
+            if self._values[value].op == index:
+                self.makers.setdefault(value, (call, place))
+            found.append(value)
+        return found
+
+    def _seconds(self, index: int, call: Call) -> float:
+        target = call.node.target
+        if not isinstance(target, OpOverload):
+            return 0.0
+        self._note_workspace(index, target, call.args, call.kwargs)
+        seconds = self._prices.seconds(target, call.args, call.kwargs, call.out)
+        return seconds * _FUSED_SHARE if self._fused and is_pointwise(call.node) else seconds
+
+    def _note_workspace(self, index: int, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._fused and "convolution" not in traits(target).name:
+            return
+        if self._fused:
+            with self.graph.fakes:
+                args = tree_map_only(Tensor, _channels_last, args)
+        self._probe.note(index, target, args, kwargs)
 
     def _pin(self, call: Call) -> str:
         """Why a call of the forward may not run again in the backward, or the empty string."""
@@ -145,7 +179,7 @@ class JointTrace:
         if not isinstance(target, OpOverload):
             return "higher-order operator"
         args = without_running_stats(target, call.args, call.kwargs) if traits(target).batch_norm else call.args
-        read = {t.untyped_storage()._cdata for t in tree_leaves((args, call.kwargs)) if isinstance(t, Tensor)}
+        read = {_storage(t) for t in tree_leaves((args, call.kwargs)) if isinstance(t, Tensor)}
         if not read.isdisjoint(self._overwritten) and not traits(target).view:
             return OVERWRITTEN
         return pin_reason_of_call(target, call.args, call.kwargs)
@@ -180,6 +214,14 @@ def _device(graph: JointGraph) -> torch.device:
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _tensors(call: Call) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
+
+
 def _results(out: Any) -> list[Tensor | None]:
     several = out if isinstance(out, (tuple, list)) else (out,)
     return [result if isinstance(result, Tensor) else None for result in several]
@@ -196,3 +238,7 @@ def _module(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     path = next(reversed(stack.values()))[0] if stack else ""
     return path.removeprefix("L['self'].").removeprefix("L['self']")
+
+
+def _channels_last(tensor: Tensor) -> Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor

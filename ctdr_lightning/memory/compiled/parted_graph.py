@@ -9,7 +9,7 @@ Complexity: linear in the calls of the rewritten step.
 from __future__ import annotations
 
 import operator
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import fx
@@ -79,35 +79,42 @@ class _Replays:
     """
 
     def __init__(self, joint: JointTrace, backward: fx.Graph, stay: set[int]) -> None:
-        self._nodes = {node.name: node for node in backward.nodes}
         self._place = {node: place for place, node in enumerate(backward.nodes)}
         self._new = fx.Graph()
         self._there: dict[fx.Node, fx.Node] = {}  # from a node to its copy that whoever follows may read
-        first = [n for n in backward.nodes if n.op == "placeholder"]
-        in_order = [self._nodes[node.name] for node in joint.graph.backward if node.name in self._nodes]
-        (output,) = backward.find_nodes(op="output")
-        self._once = [*first, *in_order, output]
-        self._again = set(backward.nodes).difference(self._once)
+        first = [(node,) for node in backward.nodes if node.op in ("placeholder", "output")]
+        by_name = {node.name: node for node in backward.nodes}
+        kernels = [tuple(by_name[n.name] for n in kernel if n.name in by_name) for kernel in joint.graph.backward]
+        self._kernels = [*first[:-1], *filter(None, kernels), first[-1]]
+        self._again = set(backward.nodes).difference(*self._kernels)
         staying = {node.name for node in _makers(joint) if joint.value_of(node) in stay}
         self._stay = {node for node in self._again if node.name in staying}
 
     def written(self) -> fx.Graph:
         """The new graph."""
-        for node in self._once:
-            missing = {a: self._replay(a) for a in node.all_input_nodes if a in self._again and a not in self._there}
-            copy = self._new.node_copy(node, lambda a, here=missing: here.get(a) or self._there[a])
-            copy.meta = dict(node.meta)
-            self._there[node] = copy
+        for kernel in self._kernels:
+            self._write(kernel)
         self._new.eliminate_dead_code()
         self._new.lint()
         return self._new
 
-    def _replay(self, target: fx.Node) -> fx.Node:
+    def _write(self, kernel: tuple[fx.Node, ...]) -> None:
+        """Copy the nodes of a kernel, behind a replay of whatever they miss."""
+        held: dict[fx.Node, fx.Node] = {}
+        for source in dict.fromkeys(a for node in kernel for a in node.all_input_nodes):
+            if source in self._again and source not in self._there:
+                held[source] = self._replay(source, held)
+        for node in kernel:
+            copy = self._new.node_copy(node, lambda a: held.get(a) or self._there[a])
+            copy.meta = dict(node.meta)
+            self._there[node] = copy
+
+    def _replay(self, target: fx.Node, held: Mapping[fx.Node, fx.Node]) -> fx.Node:
         """Copy what is missing of a node; returns its own copy."""
         missing, stack = set[fx.Node](), [target]
         while stack:
             node = stack.pop()
-            if node in missing or node not in self._again or node in self._there:
+            if node in missing or node not in self._again or node in held or node in self._there:
                 continue
             missing.add(node)
             stack.extend(node.all_input_nodes)
@@ -115,6 +122,6 @@ class _Replays:
                 stack.extend(user for user in node.users if user in self._stay)
         here: dict[fx.Node, fx.Node] = {}
         for node in sorted(missing, key=self._place.__getitem__):
-            here[node] = self._new.node_copy(node, lambda a: here.get(a) or self._there[a])
+            here[node] = self._new.node_copy(node, lambda a: here.get(a) or held.get(a) or self._there[a])
         self._there |= {node: copy for node, copy in here.items() if node in self._stay}
         return here[target]
