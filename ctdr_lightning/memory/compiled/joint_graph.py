@@ -112,7 +112,7 @@ class JointGraph:
             if not ready:
                 stack.append((node, True))
                 stack.extend((source, False) for source in reversed(node.all_input_nodes))
-            elif not _is_light(node) or any(source in found for source in node.all_input_nodes):
+            elif not is_light(node) or any(source in found for source in node.all_input_nodes):
                 found[node] = None
 
     def _written_back(self, output: fx.Node, n_forward_outputs: int) -> set[Any]:
@@ -156,7 +156,7 @@ def _is_part(node: fx.Node) -> bool:
     return node.target is operator.getitem and isinstance(node.args[0], fx.Node)
 
 
-def _is_light(node: fx.Node) -> bool:
+def is_light(node: fx.Node) -> bool:
     """Whether a node is made again for nothing: a view, or an attribute of the graph."""
     return node.op == "get_attr" or (isinstance(node.target, OpOverload) and traits(node.target).view)
 
@@ -181,7 +181,7 @@ def _kernels(nodes: Iterable[fx.Node], *, fused: bool) -> tuple[tuple[fx.Node, .
     found: list[list[fx.Node]] = []
     before = False
     for node in nodes:
-        joins = fused and (is_pointwise(node) or _is_light(node) or _is_part(node) or _reduces(node))
+        joins = fused and (is_pointwise(node) or is_light(node) or _is_part(node) or _reduces(node))
         if joins and before:
             found[-1].append(node)
         else:

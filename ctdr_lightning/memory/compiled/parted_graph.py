@@ -9,12 +9,13 @@ Complexity: linear in the calls of the rewritten step.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import fx
 
 from ctdr_lightning.basics.torch_compiler import extract_graphs, is_weight_or_input, raise_getitems
+from ctdr_lightning.memory.compiled.joint_graph import is_light
 from ctdr_lightning.memory.compiled.joint_trace import JointTrace
 from ctdr_lightning.memory.simulator.actions import Actions, Recompute, action_of, dropped_values
 
@@ -102,15 +103,15 @@ class _Replays:
         """Copy the nodes of a kernel, behind a replay of whatever they miss."""
         held: dict[fx.Node, fx.Node] = {}
         for source in dict.fromkeys(a for node in kernel for a in node.all_input_nodes):
-            if source in self._again and source not in self._there:
-                held[source] = self._replay(source, held)
+            if source in self._again and source not in self._there and source not in held:
+                self._replay(source, held)
         for node in kernel:
             copy = self._new.node_copy(node, lambda a: held.get(a) or self._there[a])
             copy.meta = dict(node.meta)
             self._there[node] = copy
 
-    def _replay(self, target: fx.Node, held: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        """Copy what is missing of a node; returns its own copy."""
+    def _replay(self, target: fx.Node, held: dict[fx.Node, fx.Node]) -> None:
+        """Copy what is missing of a node; it and the value that it is a view of are held."""
         missing, stack = set[fx.Node](), [target]
         while stack:
             node = stack.pop()
@@ -124,4 +125,14 @@ class _Replays:
         for node in sorted(missing, key=self._place.__getitem__):
             here[node] = self._new.node_copy(node, lambda a: here.get(a) or held.get(a) or self._there[a])
         self._there |= {node: copy for node, copy in here.items() if node in self._stay}
-        return here[target]
+        for node in _views_down(target):
+            if node in here:
+                held[node] = here[node]
+
+
+def _views_down(node: fx.Node) -> Iterator[fx.Node]:
+    """A node, and what it is a view of, down to the whole value."""
+    yield node
+    while is_light(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+        yield node
