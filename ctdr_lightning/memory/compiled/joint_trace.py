@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, fx
 
 from ctdr_lightning.basics.devices import model_of
-from ctdr_lightning.basics.torch_compiler import is_tangent
-from ctdr_lightning.basics.torch_private import OpOverload, tree_leaves, tree_map_only
+from ctdr_lightning.basics.torch_compiler import WORKSPACE, is_tangent
+from ctdr_lightning.basics.torch_private import OpOverload, tree_leaves
 from ctdr_lightning.memory.compiled.joint_graph import Call, JointGraph, is_pointwise
 from ctdr_lightning.memory.recorder.call_seconds import CallSeconds
 from ctdr_lightning.memory.recorder.workspace import WorkspaceProbe
@@ -64,6 +64,7 @@ class JointTrace:
         self._values: list[_Value] = []
         self._saves: dict[int, list[Save]] = defaultdict(list)
         self._ops: list[OpRecord] = []
+        self._first: list[fx.Node] = []  # of each op
         self._probe = _probe(graph)
         self._prices = prices
         self._ticks = count()
@@ -143,6 +144,7 @@ class JointTrace:
         seconds = sum(self._seconds(index, call) for call in kernel)
         first, module = kernel[0].node, _module(kernel[0].node)
         name = traits(first.target).name
+        self._first.append(first)
         self._ops.append(OpRecord(name, tick, inputs, tuple(outputs), seconds, 0, module, backward, pin))
 
     def _results(self, call: Call, tick: int, index: int, pin: str, inside: Collection[int]) -> list[int]:
@@ -168,9 +170,6 @@ class JointTrace:
     def _note_workspace(self, index: int, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._fused and "convolution" not in traits(target).name:
             return
-        if self._fused:
-            with self.graph.fakes:
-                args = tree_map_only(Tensor, _channels_last, args)
         self._probe.note(index, target, args, kwargs)
 
     def _pin(self, call: Call) -> str:
@@ -191,7 +190,9 @@ class JointTrace:
             if value >= 0 and self._values[value].born >= 0:
                 self._values[value].end = n_ticks - 1
         temps = self._probe.measure()
-        ops = [op if i not in temps else replace(op, temp_bytes=temps[i]) for i, op in enumerate(self._ops)]
+        for index, n_bytes in temps.items():
+            self._ops[index] = replace(self._ops[index], temp_bytes=n_bytes)
+            self._first[index].meta[WORKSPACE] = n_bytes
         values = [
             ValueRecord(i, v.op, v.shape, v.dtype, n_ticks, tuple(self._saves[i]), v.pin)
             for i, v in enumerate(self._values)
@@ -200,7 +201,7 @@ class JointTrace:
         resident = sum(v.n_bytes for v in self._values if v.born < 0)
         device = _device(graph).type
         meta = {"torch": str(torch.__version__), "compiled": "joint graph"}
-        return Trace(tuple(ops), tuple(values), tuple(storages), n_ticks, device, resident, meta)
+        return Trace(tuple(self._ops), tuple(values), tuple(storages), n_ticks, device, resident, meta)
 
 
 def _probe(graph: JointGraph) -> WorkspaceProbe:
@@ -238,7 +239,3 @@ def _module(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     path = next(reversed(stack.values()))[0] if stack else ""
     return path.removeprefix("L['self'].").removeprefix("L['self']")
-
-
-def _channels_last(tensor: Tensor) -> Tensor:
-    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx
@@ -53,7 +53,6 @@ class Partition(CustomPartitionerFn):
     held_bytes: int = 0
     least: InfeasibleBudgetError | None = None
     reason: str = ""
-    _workspace_bytes: dict[bool, int] = field(default_factory=dict)
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Graphs:
         """Part a joint graph.
@@ -90,8 +89,6 @@ class Partition(CustomPartitionerFn):
             self.reason = first_line(error)
             return None
         self.trace = joint.trace
-        for op in joint.trace.ops:
-            self._workspace_bytes[op.backward] = max(op.temp_bytes, self._workspace_bytes.get(op.backward, 0))
         return joint
 
     def _planned(self, trace: Trace) -> Plan:
@@ -108,15 +105,14 @@ class Partition(CustomPartitionerFn):
 
         Args:
             backward: Which of the two graphs it is.
-            buffer_bytes: Peak of what it reads and may free, and of what it makes.
+            buffer_bytes: Peak of what it reads and may free, of what it makes, and of workspaces.
 
         Raises:
             TooLarge: If that is more than the budget.
         """
         if self.trace is None:
             return
-        others = self.trace.resident_bytes + self._workspace_bytes.get(backward, 0)
-        self.peak_bytes = max(self.peak_bytes if backward else 0, others + buffer_bytes)
+        self.peak_bytes = max(self.peak_bytes if backward else 0, self.trace.resident_bytes + buffer_bytes)
         if self.peak_bytes > self.budget_bytes:
             self._refuse(self.peak_bytes)
 
