@@ -181,9 +181,17 @@ def groups() -> None:
     assert ctdr.CTDRCallback("1GiB", 0.5, **given).options.sub_batches == 2
 
 
+def compiled() -> None:
+    module, x = torch.nn.Linear(8, 8), torch.randn(4, 8)
+    backend = memory.CompileBackend("64MiB", engine="aot_eager")
+    torch.compile(module, backend=backend)(x).sum().backward()
+    assert backend.graphs
+
+
 USES: dict[str, Callable[[], object]] = {
     **dict.fromkeys(("Action", "KEEP", "RECOMPUTE", "RECOMPUTE_EACH"), actions),
     **dict.fromkeys(("BudgetFit", "fit_to_budget"), fit_to_budget),
+    "CompileBackend": compiled,
     **dict.fromkeys(("CTDRCallback", "Recovery"), fit),
     **dict.fromkeys(("Budget", "POLICIES"), each_policy),
     **dict.fromkeys(("Choices", "Report", "decompose"), decompose),

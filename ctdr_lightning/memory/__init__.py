@@ -1,5 +1,6 @@
 """Record a step, plan it, run it under the plan."""
 
+from ctdr_lightning.memory.compiled.backend import CompileBackend
 from ctdr_lightning.memory.guide.session import Session
 from ctdr_lightning.memory.guide.step_kinds import signature_of
 from ctdr_lightning.memory.largest_batch import LargestBatch, max_batch
@@ -25,6 +26,7 @@ __all__ = [
     "RECOMPUTE_EACH",
     "Action",
     "Budget",
+    "CompileBackend",
     "LargestBatch",
     "LazyHeads",
     "Plan",

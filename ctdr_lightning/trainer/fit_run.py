@@ -163,7 +163,8 @@ class FitRun:
         changes, untested = recovery is not None, self._options.allow_untested
         check_strategy(trainer.strategy, cuts=cuts, changes=changes, allow_untested=untested)
         check_callbacks(trainer, callback, cuts=cuts, staged=recovery is not None and recovery.staged)
-        check_compiled(module, plans=self._options.plans_memory, distills=recovery is not None and recovery.distill)
+        unbounded = self._options.plans_memory and self._options.memory_budget is None
+        check_compiled(module, plans=unbounded, distills=recovery is not None and recovery.distill)
 
     def _cut_if_asked(self, trainer: Trainer, module: LightningModule) -> None:
         if self.surgeon.decomposes:

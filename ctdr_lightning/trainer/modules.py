@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
+
+import torch
 
 from ctdr_lightning.basics.errors import CheckpointError, ConfigError, CTDRError, first_line
 from ctdr_lightning.trainer.structure import match_structure
@@ -23,6 +26,16 @@ def overrides(module: object, name: str) -> bool:
 def has_compiled_step(module: object) -> bool:
     """Whether ``torch.compile`` was called on the whole LightningModule, its step included."""
     return hasattr(vars(module).get("training_step"), "_torchdynamo_orig_callable")
+
+
+def compiled_anew(step: Any, backend: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled step, compiled by another backend.
+
+    Args:
+        step: It has been through ``torch.compile``.
+        backend: As ``torch.compile`` takes it.
+    """
+    return torch.compile(step._torchdynamo_orig_callable, backend=backend)
 
 
 def load_from_checkpoint(kind: type[M], path: Any, **options: Any) -> M:

@@ -134,7 +134,7 @@ def check_compiled(module: object, *, plans: bool, distills: Any) -> None:
 
     Args:
         module: The LightningModule.
-        plans: Whether memory is to be planned; the user is warned that it is not.
+        plans: Whether memory is to be planned without a budget; the user is warned that it is not.
         distills: Whether a teacher is to be listened to.
 
     Raises:
@@ -149,8 +149,8 @@ def check_compiled(module: object, *, plans: bool, distills: Any) -> None:
         )
     if plans:
         rank_zero_warn(
-            "CTDR: the module is compiled, so torch's partitioner chooses the kept tensors; memory_budget and policy"
-            " are not used. Compile a submodule, or set torch._functorch.config.activation_memory_budget."
+            "CTDR: the module is compiled, so torch's partitioner chooses the kept tensors; policy is not used without "
+            "memory_budget. Write memory_budget, or compile a submodule."
         )
 
 

@@ -24,7 +24,7 @@ FLOORS = (
     "memory.bounds", "memory.search", "memory.policies",
     "memory.planner", "memory.account",
     "memory.values", "memory.codecs", "memory.holders", "memory.tape", "memory.recorder", "memory.lazy", "memory.tiles",
-    "memory.lean",
+    "memory.lean", "memory.compiled",
     "memory.guide", "memory",
     "joint", "pages", "recovery",
     "trainer", "trainer.accuracy", "trainer.training_step", "trainer.reports", "trainer.fit_run",

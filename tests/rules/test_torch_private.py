@@ -1,4 +1,4 @@
-"""torch's private names stand in one file, are checked when it is imported, and nobody else says them."""
+"""torch's private names stand in one file, its compiler's in another, and nobody else says them."""
 
 import ast
 import subprocess
@@ -13,7 +13,13 @@ from ctdr_lightning.basics import torch_private
 
 ROOT = Path(__file__).parents[2]
 THE_ONE = ROOT / "ctdr_lightning" / "basics" / "torch_private.py"
-SOURCES = [p for folder in ("ctdr_lightning", "recipes") for p in sorted((ROOT / folder).rglob("*.py")) if p != THE_ONE]
+OF_THE_COMPILER = THE_ONE.with_name("torch_compiler.py")
+SOURCES = [
+    path
+    for folder in ("ctdr_lightning", "recipes")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if path not in (THE_ONE, OF_THE_COMPILER)
+]
 
 
 def dotted_name(node):
@@ -95,6 +101,16 @@ def test_a_torch_without_a_name_fails_at_import_with_one_sentence(removed, versi
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith(f"ImportError: {sentence}"), last
+
+
+def test_a_torch_without_a_name_of_the_compiler_fails_where_it_is_asked_for():
+    code = (
+        "import torch._functorch.partitioners as p; del p._is_tangent\n"
+        "try:\n    import ctdr_lightning.basics.torch_compiler\n"
+        "except ValueError as error:\n    print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.stdout.startswith("Compiled models are planned with torch 2.9 or newer; found"), done.stderr
 
 
 def test_replays_run_below_the_autocast_of_every_device():

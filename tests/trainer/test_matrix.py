@@ -1,6 +1,7 @@
 """Trainer configurations beyond the table of ways: processes, tuners, compiled modules, checkpoints, refusals."""
 
 import warnings
+from functools import partial
 
 import pytest
 import pytorch_lightning
@@ -16,12 +17,14 @@ from torch.utils.data import DataLoader
 
 from ctdr_lightning import CTDRCallback, Recovery, decompose
 from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.memory.compiled.backend import CompileBackend
 from ctdr_lightning.memory.guide.events import Differed
 from ctdr_lightning.recovery import Phase
 from ctdr_lightning.trainer.modules import load_from_checkpoint
 from ctdr_lightning.trainer.reports.event_words import words_of
 from ctdr_lightning.trainer.strategies import check_strategy
 from ctdr_lightning.trainer.structure import factorized_names
+from ctdr_lightning.trainer.training_step import memory_stage
 from tests import forks, parts
 
 RECOVERY = Recovery(phases=[Phase(1, "factors", lr_scale=0.5), Phase(1)], batchnorm_batches=2)
@@ -117,6 +120,30 @@ def test_compiled_modules_run_decomposed(when):
 
     compiled = run(inside if when == "inside" else lambda module: torch.compile(module, backend="eager"))
     assert torch.allclose(compiled, run(lambda module: module), atol=1e-5)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.6])
+def test_a_compiled_step_keeps_to_the_budget(monkeypatch, share):
+    # inductor takes ten seconds a graph on a processor
+    monkeypatch.setattr(memory_stage, "CompileBackend", partial(CompileBackend, engine="aot_eager"))
+
+    def run(budget=None):
+        torch._dynamo.reset()  # else the step may have been compiled too often to be compiled once more
+        parts.seed_everything(0, verbose=False)
+        module = Silent(dropout=0.0)
+        compiled = torch.compile(module, backend="aot_eager")
+        callback = CTDRCallback(rank=None, memory_budget=budget, verbose=False)
+        parts.fit(compiled, *([callback] if budget else []), max_epochs=2)
+        return module, callback.run.memory.last_backend
+
+    plain, _ = run()
+    _, whole = run("1GiB")
+    (graph,) = whole.graphs.values()
+    planned, backend = run(whole.beside_bytes + int(share * graph.peak_bytes))
+    assert parts.same(planned.state_dict(), plain.state_dict())
+    (graph,) = backend.graphs.values()
+    assert graph.peak_bytes + backend.beside_bytes <= backend.budget_bytes
+    assert graph.plan.keeps_all == (share == 1)
 
 
 def test_test_validate_and_predict_with_a_checkpoint(tmp_path):
@@ -339,7 +366,7 @@ def test_a_budget_alone_leaves_sharded_layers_as_they_are(tmp_path):
 
 def test_a_compiled_step_is_told_what_cannot_be_done():
     compiled = torch.compile(Silent(), backend="eager")
-    with pytest.warns(UserWarning, match="partitioner"):
+    with pytest.warns(UserWarning, match="without memory_budget"):
         parts.fit(compiled, CTDRCallback(rank=0.5, policy="sqrt", verbose=False), max_epochs=1)
     recovery = Recovery(distill={"module": "net"})
     with pytest.raises(ConfigError, match="compiled"):

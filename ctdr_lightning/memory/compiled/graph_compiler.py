@@ -1,8 +1,8 @@
-"""Compiles one graph within a budget: by AOTAutograd alone, whose graphs run as they are, or by inductor.
+"""Compiles one graph within a budget: by AOTAutograd alone, whose graphs run op by op, or by inductor.
 
 A trace of a joint graph knows of no fusion: its bytes are too many where calls become one kernel, and too few where a
 compiler copies tensors into other layouts. Inductor's own schedule tells the truth, before any code is generated. So
-torch's partition is tried first, as it is the fastest that fits; then plans, with a limit that is corrected by what
+torch's partition is tried first, the fastest where it fits; then plans, with a limit that is corrected by what
 the schedule takes.
 """
 
@@ -16,6 +16,7 @@ from torch import fx
 
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.torch_compiler import aot_autograd, boxed_nop, compile_fx, inductor_with
+from ctdr_lightning.basics.units import format_bytes, format_roomy
 from ctdr_lightning.memory.compiled.partition import Partition
 from ctdr_lightning.memory.recorder.call_seconds import CallSeconds
 
@@ -55,9 +56,7 @@ class GraphCompiler:
         """
         if self.options is None:
             partition = self._partition(budget_bytes, budget_bytes)
-            made = aot_autograd(
-                fw_compiler=boxed_nop, partition_fn=partition, keep_inference_input_mutations=True
-            )
+            made = aot_autograd(fw_compiler=boxed_nop, partition_fn=partition, keep_inference_input_mutations=True)
             return made(gm, inputs), partition
         return self._by_inductor(gm, inputs, budget_bytes, self.options)
 
@@ -68,18 +67,31 @@ class GraphCompiler:
         self, gm: fx.GraphModule, inputs: Sequence[Any], budget_bytes: int, options: Mapping[str, Any]
     ) -> tuple[Callable[..., Any], Partition]:
         limit: int | None = None
+        least_bytes: list[int] = []
         for _ in range(_ATTEMPTS):
             partition = self._partition(budget_bytes, limit)
             try:
                 with inductor_with(partition, partition.scheduled, options):
-                    return compile_fx(gm, inputs), partition
+                    made: Any = compile_fx(gm, inputs)
+                return made, partition
             except Exception:
                 if not partition.too_large:
                     raise
-            if partition.least is not None:
-                raise partition.least
+            if partition.plan is not None:
+                least_bytes.append(partition.peak_bytes)
+            if partition.is_least:
+                break
             limit = _corrected(partition)
-        raise InfeasibleBudgetError("", "")
+        raise _infeasible(budget_bytes, min(least_bytes))
+
+
+def _infeasible(budget_bytes: int, least_bytes: int) -> InfeasibleBudgetError:
+    return InfeasibleBudgetError(
+        f"No plan of the compiled graph fits the budget of {format_bytes(budget_bytes)}: its kernels, as inductor puts "
+        f"them in order, take {format_bytes(least_bytes)} at least.",
+        f"Raise memory_budget to {format_roomy(least_bytes)}; or use a smaller batch.",
+        least_peak_bytes=least_bytes,
+    )
 
 
 def _corrected(partition: Partition) -> int:

@@ -45,12 +45,15 @@ class Call:
 
 
 class JointGraph:
-    """What a joint graph's nodes are and make.
+    """The nodes of a joint graph, and the tensors that they make.
 
     Args:
         module: The joint graph.
         n_forward_outputs: How many of its outputs the forward returns.
         fused: Whether a compiler makes one kernel of neighbouring pointwise calls.
+
+    Raises:
+        ConfigError: If it writes to anything but its inputs.
 
     Attributes:
         module: The joint graph.
@@ -83,7 +86,9 @@ class JointGraph:
         needed = _ancestors([*self.forward_outputs, *filter(_only_in_forward, nodes)])
         self.forward = needed | {node for node in nodes if _is_part(node) and node.args[0] in needed}
         self.backward = _kernels(self._backward(nodes), fused=fused)
-        self.mutated = {n.args[0] for n in nodes if n.target is torch.ops.aten.copy_.default}
+        self.mutated: set[Any] = {node.args[0] for node in nodes if _writes(node)}
+        if not self.mutated.issubset(self.placeholders):
+            raise ConfigError("A compiled graph writes in place to a tensor that it has made.", "Compile less.")
         self.mutated |= self._written_back(output, n_forward_outputs)
         self.symbolic = any(_is_symbolic(node.meta.get("val")) for node in self.placeholders)
         self.calls: list[Call] = []
@@ -148,8 +153,12 @@ def _only_in_forward(node: fx.Node) -> bool:
     tag = node.meta.get("partitioner_tag")
     if tag in ("must_be_in_forward", "must_be_in_backward"):
         return bool(tag == "must_be_in_forward")
-    schema = getattr(node.target, "_schema", None)
-    return node.op == "call_function" and tag != "is_backward" and bool(getattr(schema, "is_mutable", False))
+    return tag != "is_backward" and _writes(node)
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether a node writes in place: graphs are functional but for what goes back to their inputs at the end."""
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def _is_part(node: fx.Node) -> bool:

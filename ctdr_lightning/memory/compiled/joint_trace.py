@@ -111,7 +111,13 @@ class JointTrace:
                 for out in _results(call.out):
                     if out is not None:
                         made.setdefault(_storage(out), place)
-        alone = {_storage(out) for kernel in kernels if len(kernel) == 1 for out in _results(kernel[0].out) if out is not None}
+        alone = {
+            _storage(out)
+            for kernel in kernels
+            if len(kernel) == 1
+            for out in _results(kernel[0].out)
+            if out is not None
+        }
         return made.keys() - read - alone
 
     def _enter(self, tensor: Tensor, pin: str, born: int, op: int = -1) -> int:
@@ -124,7 +130,9 @@ class JointTrace:
 
     def _ask(self, kernel: list[Call]) -> None:
         """The backward asks for each value of the forward that its next kernel reads."""
-        asked = [(value, next(self._ticks)) for value in self._read(kernel) if 0 <= self._values[value].op < self._n_forward]
+        asked = [
+            (value, next(self._ticks)) for value in self._read(kernel) if 0 <= self._values[value].op < self._n_forward
+        ]
         for value, tick in asked:
             self._saves[value].append(Save(self._ops[self._values[value].op].tick, (tick,), asked[-1][1] + 1))
 
@@ -143,7 +151,8 @@ class JointTrace:
                 self._values[value].end = max(self._values[value].end, tick)
         seconds = sum(self._seconds(index, call) for call in kernel)
         first, module = kernel[0].node, _module(kernel[0].node)
-        name = traits(first.target).name
+        target: Any = first.target
+        name = traits(target).name
         self._first.append(first)
         self._ops.append(OpRecord(name, tick, inputs, tuple(outputs), seconds, 0, module, backward, pin))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,8 @@ class Partition(CustomPartitionerFn):
         plan: The plan that was made; None where torch parted the graph.
         peak_bytes: Peak of the step: as the trace says, or as the compiler's schedules do.
         held_bytes: Bytes that the forward hands to the backward, its inputs apart.
-        least: The error of a limit that no plan keeps; the plan is then one of the least peak.
+        is_least: Whether no plan keeps the limit; the plan is then one of the least peak.
+        symbolic: Whether sizes of the graph are not fixed.
         reason: Why the graph could not be planned, or the empty string.
     """
 
@@ -51,30 +53,32 @@ class Partition(CustomPartitionerFn):
     plan: Plan | None = None
     peak_bytes: int = 0
     held_bytes: int = 0
-    least: InfeasibleBudgetError | None = None
+    is_least: bool = False
+    symbolic: bool = False
     reason: str = ""
 
-    def __call__(self, gm: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Graphs:
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Graphs:
         """Part a joint graph.
 
         Args:
             gm: The joint graph.
             joint_inputs: Its inputs, which torch's own function asks for.
-            num_fwd_outputs: How many of its outputs the forward returns.
-            kwargs: Further arguments of torch's own function.
+            kwargs: Further arguments of torch's own function; of them ``num_fwd_outputs``, how many outputs the forward
+                returns.
 
         Raises:
             TooLarge: If what the forward hands over takes more than the budget already.
             InfeasibleBudgetError: If no plan keeps the limit, and calls are not fused.
         """
-        joint = self._joint(gm, num_fwd_outputs)
+        n_outputs: int = kwargs["num_fwd_outputs"]
+        joint = self._joint(gm, n_outputs)
         if joint is None or self.limit_bytes is None:
-            found = torch_partition(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+            found = torch_partition(gm, joint_inputs, **kwargs)
         else:
             self.plan = self._planned(joint.trace)
             self.peak_bytes = self.plan.peak_bytes
             found = parted(joint, self.plan.actions)
-        self.held_bytes = _handed_over_bytes(found[0], num_fwd_outputs)
+        self.held_bytes = _handed_over_bytes(found[0], n_outputs)
         if joint is not None and joint.trace.resident_bytes + self.held_bytes > self.budget_bytes:
             self._refuse(joint.trace.resident_bytes + self.held_bytes)
         return found
@@ -84,11 +88,12 @@ class Partition(CustomPartitionerFn):
         gm.graph = fx_graph_cse(gm.graph)  # as torch's own function does, so that both have the same calls
         gm.recompile()
         try:
-            joint = JointTrace(JointGraph(gm, n_forward_outputs, fused=self.fused), self.prices, fused=self.fused)
+            graph = JointGraph(gm, n_forward_outputs, fused=self.fused)
+            joint = JointTrace(graph, self.prices, fused=self.fused)
         except Exception as error:  # operators of others and passes of the compiler may fail on fake tensors in any way
             self.reason = first_line(error)
             return None
-        self.trace = joint.trace
+        self.trace, self.symbolic = joint.trace, graph.symbolic
         return joint
 
     def _planned(self, trace: Trace) -> Plan:
@@ -97,7 +102,7 @@ class Partition(CustomPartitionerFn):
         except InfeasibleBudgetError as error:
             if not self.fused:
                 raise
-            self.least = error
+            self.is_least = True
             return plan(trace, Budget(peak_bytes=error.least_peak_bytes), self.policy)
 
     def scheduled(self, backward: bool, buffer_bytes: int) -> None:
@@ -128,7 +133,7 @@ class Partition(CustomPartitionerFn):
 
     def uuid(self) -> None:
         """None: nothing of a compilation is kept by its inputs alone, as the plan is made from measured times."""
-        return None
+        return
 
 
 def _handed_over_bytes(forward: fx.GraphModule, n_outputs: int) -> int:

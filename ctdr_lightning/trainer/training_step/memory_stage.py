@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_info
 from torch import OutOfMemoryError
 
 from ctdr_lightning.basics.gpu_memory import counts, read_budget
 from ctdr_lightning.memory import Plan
 from ctdr_lightning.memory.account.batch import forward_ticks
+from ctdr_lightning.memory.compiled.backend import CompileBackend
 from ctdr_lightning.memory.guide.events import Event
 from ctdr_lightning.memory.guide.step_guide import StepGuide
 from ctdr_lightning.memory.holders.places import Places
@@ -39,6 +41,7 @@ class MemoryStage:
         beside: The bytes beside the steps.
         planner: Plans them.
         budget_bytes: The budget that was asked for; None for none.
+        last_backend: Compiles the step of a compiled module; None for any other.
     """
 
     def __init__(self, options: CallbackOptions) -> None:
@@ -53,6 +56,8 @@ class MemoryStage:
         self._collected = False
         self._stale_bytes = 0
         self._tiles: Mapping[str, int] = {}
+        self.last_backend: CompileBackend | None = None
+        self._said = ""
         self._module: LightningModule | None = None
 
     @property
@@ -105,6 +110,24 @@ class MemoryStage:
             verify=options.verify,
             verify_at_once=options.optimizer_step is not None,
         )
+
+    def backend_of(self, module: LightningModule) -> CompileBackend | None:
+        """The backend under which a compiled step keeps to the budget; None without a budget.
+
+        It stays the same for as long as the bytes beside the step do, so that nothing is compiled twice.
+        """
+        if self._options.memory_budget is None:
+            return None
+        self.budget_bytes = read_budget(self._options.memory_budget, module.device)
+        self.beside.look_ahead(module.trainer, module)
+        optimizer = self.beside.optimizer
+        beside_bytes = optimizer.state + optimizer.standing + self.beside.kept_bytes
+        asked, known = (self.budget_bytes, beside_bytes), self.last_backend
+        if known is None or asked != (known.budget_bytes, known.beside_bytes):
+            self.last_backend = CompileBackend(
+                self.budget_bytes, policy=self._options.policy, beside_bytes=beside_bytes
+            )
+        return self.last_backend
 
     def start_in_tiles(self, tiles: Mapping[str, int]) -> None:
         """Run modules in tiles from the first step on.
@@ -249,6 +272,13 @@ class MemoryStage:
     def batch_done(self) -> None:
         """A batch is over: nothing of it is needed any more."""
         self.planner.inputs = None
+        if (
+            self.last_backend is not None
+            and self._options.verbose
+            and self._said != (said := self.last_backend.summary())
+        ):
+            self._said = said
+            rank_zero_info(f"CTDR: {said}")
 
     def batch_measured(self, measured: BatchMeter) -> None:
         """Notice a batch that took more than its plan says, or more than the budget while it was recorded."""

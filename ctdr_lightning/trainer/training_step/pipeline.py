@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from ctdr_lightning.trainer.accuracy.coach import Coach
-from ctdr_lightning.trainer.modules import has_compiled_step
+from ctdr_lightning.trainer.modules import compiled_anew, has_compiled_step
 from ctdr_lightning.trainer.training_step.batch_meter import BatchMeter
 from ctdr_lightning.trainer.training_step.guided import Guided, Lean, Planned, Taught, Unguided, Updating
 from ctdr_lightning.trainer.training_step.layers import Chain, Layer, Step
@@ -53,11 +53,14 @@ class StepRunner:
         self._chain = Chain(())
 
     def attach(self, module: LightningModule) -> None:
-        """Wrap the module's step; twice is once. A compiled step is left alone: its ops are not seen."""
+        """Wrap the module's step; twice is once. A compiled step is compiled anew where there is a budget."""
         if self._module is module:
             return
         self._module = module
         if has_compiled_step(module):
+            backend = self._memory.backend_of(module)
+            if backend is not None:
+                self._patches.put(module, "training_step", lambda step: compiled_anew(step, backend))
             return
         for name, run in (("training_step", self._run), ("backward", self._backward)):
             self._patches.put(module, name, functools.partial(functools.partial, run, module))
