@@ -25,6 +25,8 @@ from ctdr_lightning.memory.recorder.workspace import WorkspaceProbe
 from ctdr_lightning.memory.traces.trace import OpRecord, Save, StorageRecord, Trace, ValueRecord
 from ctdr_lightning.memory.values.op_traits import pin_reason_of_call, pin_reason_on_gpu, traits, without_running_stats
 
+# A pointwise call inside of another kernel costs its arithmetic, not its passes over memory. By its time alone the plan
+# of a transformer at 0.7 took x1.17 of plain inductor's step, by a tenth of it x1.02. Not tuned further.
 _FUSED_SHARE = 0.1
 INPUT = "an input of the graph"
 OVERWRITTEN = "reads an input that the step overwrites"
