@@ -144,9 +144,7 @@ def measured(name: str, engine: str, settings: Sequence[float], shares: Sequence
         difference = float((way.gradients - plain.gradients).norm() / plain.gradients.norm())
         peak, predicted = (n_bytes / plain.peak_bytes for n_bytes in (way.peak_bytes, way.predicted_bytes))
         slowdown = seconds / times[0]
-        yield Row(
-            name, engine, way.name, plain.peak_bytes, peak, predicted, slowdown, difference, way.compile_s
-        )  # fmt: skip
+        yield Row(name, engine, way.name, plain.peak_bytes, peak, predicted, slowdown, difference, way.compile_s)
 
 
 def figures(

@@ -53,10 +53,12 @@ def size_hint(size: Any) -> Any:
     return size.node.hint if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else size
 
 
-def frame_id() -> int:
-    """The number of the Python frame that is being compiled; compiled once more it keeps its number. -1 outside."""
+def compile_id() -> tuple[int, int]:
+    """The number of the Python frame that is compiled, and how often it was before; -1 for both outside of one."""
     found = CompileContext.current_compile_id()
-    return -1 if found is None or found.frame_id is None else found.frame_id
+    if found is None or found.frame_id is None or found.frame_compile_id is None:
+        return -1, -1
+    return found.frame_id, found.frame_compile_id
 
 
 @contextmanager
@@ -107,8 +109,8 @@ __all__ = [
     "aot_autograd",
     "boxed_nop",
     "compile_fx",
+    "compile_id",
     "extract_graphs",
-    "frame_id",
     "fx_graph_cse",
     "inductor_with",
     "is_tangent",

@@ -164,7 +164,8 @@ class FitRun:
         check_strategy(trainer.strategy, cuts=cuts, changes=changes, allow_untested=untested)
         check_callbacks(trainer, callback, cuts=cuts, staged=recovery is not None and recovery.staged)
         unbounded = self._options.plans_memory and self._options.memory_budget is None
-        check_compiled(module, plans=unbounded, distills=recovery is not None and recovery.distill)
+        moves, distills = self._options.offload is not None, recovery is not None and recovery.distill
+        check_compiled(module, plans=unbounded, moves=moves, distills=distills)
 
     def _cut_if_asked(self, trainer: Trainer, module: LightningModule) -> None:
         if self.surgeon.decomposes:

@@ -129,12 +129,13 @@ def check_callbacks(trainer: Any, callback: Any, *, cuts: bool, staged: bool) ->
             )
 
 
-def check_compiled(module: object, *, plans: bool, distills: Any) -> None:
+def check_compiled(module: object, *, plans: bool, moves: bool, distills: Any) -> None:
     """Check the limits for a module whose whole step is compiled.
 
     Args:
         module: The LightningModule.
         plans: Whether memory is to be planned without a budget; the user is warned that it is not.
+        moves: Whether saved tensors are to be put away; the user is warned that they are not.
         distills: Whether a teacher is to be listened to.
 
     Raises:
@@ -152,6 +153,8 @@ def check_compiled(module: object, *, plans: bool, distills: Any) -> None:
             "CTDR: the module is compiled, so torch's partitioner chooses the kept tensors; policy is not used without "
             "memory_budget. Write memory_budget, or compile a submodule."
         )
+    if moves:
+        rank_zero_warn("CTDR: offload is not used in a compiled step, whose plans keep or recompute.")
 
 
 def bucket_bytes(strategy: Any, module: nn.Module) -> int:

@@ -9,19 +9,26 @@ before it leave.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
 from ctdr_lightning.basics.devices import memory_bytes_here
-from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError
-from ctdr_lightning.basics.units import format_bytes, format_roomy, parse_bytes
+from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.basics.units import format_bytes, parse_bytes
+from ctdr_lightning.memory.account.batch import BatchAccount
 from ctdr_lightning.memory.plans.plan import Plan
+from ctdr_lightning.memory.traces.trace import Trace
+
+if TYPE_CHECKING:
+    from ctdr_lightning.memory.compiled.partition import AccountOf
 
 _ENGINES = ("inductor", "aot_eager")
+_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # the modes that use them
 
 
 @dataclass(frozen=True)
@@ -30,8 +37,9 @@ class CompiledGraph:
 
     Attributes:
         plan: Its plan, on a trace of its joint graph; None where torch's own partition was taken.
-        peak_bytes: Peak of its forward and backward, weights and inputs included, as planned or scheduled.
-        held_bytes: Bytes in memory from its forward to its backward: its inputs, and what waits for the backward.
+        peak_bytes: Peak of the batch while it runs, as planned or scheduled: with what is beside it, and with what
+            graphs before it hold.
+        held_bytes: Bytes from its forward to its backward, weights and buffers apart.
         reason: Why it could not be planned, or the empty string.
     """
 
@@ -49,15 +57,18 @@ class CompileBackend:
             such as ``"8GiB"``, or a fraction of the GPU's memory.
         policy: Name of a registered policy. Plans of compiled graphs keep or recompute.
         engine: ``"inductor"``, or ``"aot_eager"`` for graphs that run op by op, to the bit as without a plan.
-        mode: A mode of ``torch.compile``, such as ``"reduce-overhead"``.
+        mode: A mode of ``torch.compile``, such as ``"max-autotune-no-cudagraphs"``.
         beside_bytes: Bytes in memory that no compiled graph touches, such as the optimizer's state.
+        account_of: Counts them instead: from a graph's trace, and the bytes of the weights and buffers that it reads,
+            to the account of the batch.
         options: Settings of inductor.
 
     Attributes:
-        graphs: What was compiled, by the number of its frame.
+        graphs: The compiled graphs: by the number of their frame, how often it was compiled before, and their place.
 
     Raises:
-        ConfigError: If the budget, the engine or the mode cannot be read.
+        ConfigError: If the budget or the engine cannot be read; if the mode or an option asks for CUDA graphs, whose
+            pool of memory is not counted.
 
     Example:
         >>> import torch
@@ -76,6 +87,7 @@ class CompileBackend:
         engine: str = "inductor",
         mode: str | None = None,
         beside_bytes: int = 0,
+        account_of: AccountOf | None = None,
         **options: Any,
     ) -> None:
         if engine not in _ENGINES:
@@ -84,9 +96,14 @@ class CompileBackend:
             raise ConfigError(
                 f"engine 'aot_eager' takes no mode and no options; found {mode or options}.", "Omit them."
             )
+        if mode in _CUDA_GRAPHS or options.get("triton.cudagraphs"):
+            raise ConfigError(
+                f"CUDA graphs keep their own pool of memory, which no budget bounds; found mode={mode!r}.",
+                "Leave the mode out, or write mode='max-autotune-no-cudagraphs'.",
+            )
         self.budget_bytes = parse_bytes(memory_budget, total_bytes=memory_bytes_here("cuda"))
-        self.beside_bytes = beside_bytes
-        self.graphs: dict[int, CompiledGraph] = {}
+        self.graphs: dict[tuple[int, int, int], CompiledGraph] = {}
+        self._account_of = account_of or (lambda trace, _: BatchAccount(trace.with_static(beside_bytes)))
         self._policy, self._engine, self._mode, self._options = policy, engine, mode, options
 
     @cached_property
@@ -105,27 +122,36 @@ class CompileBackend:
         Raises:
             InfeasibleBudgetError: If no plan of the graph fits into what is left of the budget.
         """
-        from ctdr_lightning.basics.torch_compiler import frame_id
+        from ctdr_lightning.basics.torch_compiler import compile_id
 
-        frame = frame_id()
-        taken_bytes = self._taken_bytes(frame)
-        try:
-            made, partition = self._compiler(gm, inputs, self.budget_bytes - taken_bytes)
-        except InfeasibleBudgetError as error:
-            raise _of_the_whole(error, self.budget_bytes, taken_bytes) if taken_bytes else error from None
-        held_bytes = partition.held_bytes + (partition.trace.resident_bytes if partition.trace is not None else 0)
-        self.graphs[frame] = CompiledGraph(partition.plan, partition.peak_bytes, held_bytes, partition.reason)
+        frame, time = compile_id()
+        account_of = partial(self._account_with, self._held_bytes(frame, time))
+        made, partition = self._compiler(gm, inputs, self.budget_bytes, account_of)
+        if partition.account is not None or partition.reason:  # else it has no backward
+            key = frame, time, sum(known[:2] == (frame, time) for known in self.graphs)
+            self.graphs[key] = CompiledGraph(
+                partition.plan, partition.peak_bytes, partition.held_bytes, partition.reason
+            )
         self._warn(partition.reason, partition.symbolic)
         return made
 
-    def _taken_bytes(self, frame: int) -> int:
-        """Bytes in memory beside a graph: those given, and of the graphs that run before it."""
-        return self.beside_bytes + sum(graph.held_bytes for other, graph in self.graphs.items() if other < frame)
+    def _account_with(self, held_bytes: int, trace: Trace, read_bytes: int) -> BatchAccount:
+        return self._account_of(trace.with_static(held_bytes), read_bytes)
+
+    def _held_bytes(self, frame: int, time: int) -> int:
+        """Bytes that graphs hold which run before the next one; of a frame that was compiled several times the most."""
+        of_times: Counter[tuple[int, int]] = Counter()
+        for (other, again, _), graph in self.graphs.items():
+            of_times[other, again] += graph.held_bytes
+        of_frames: dict[int, int] = {}
+        for (other, _), n_bytes in of_times.items():
+            of_frames[other] = max(of_frames.get(other, 0), n_bytes)
+        return of_times[frame, time] + sum(n_bytes for other, n_bytes in of_frames.items() if other < frame)
 
     @property
     def peak_bytes(self) -> int:
-        """Predicted peak of the step, and of what is beside it; 0 before a graph was compiled."""
-        return max((self._taken_bytes(frame) + graph.peak_bytes for frame, graph in self.graphs.items()), default=0)
+        """Predicted peak of the batch; 0 before a graph was compiled."""
+        return max((graph.peak_bytes for graph in self.graphs.values()), default=0)
 
     def summary(self) -> str:
         """The compiled graphs in a sentence.
@@ -139,7 +165,7 @@ class CompileBackend:
             return f"No graph was compiled for {budget}."
         planned = sum(graph.plan is not None for graph in self.graphs.values())
         return (
-            f"Compiled for {budget}: {len(self.graphs)} graphs, {planned} of them by a plan; predicted peak "
+            f"Compiled for {budget}: graphs: {len(self.graphs)}, by a plan: {planned}; predicted peak "
             f"{format_bytes(self.peak_bytes)}."
         )
 
@@ -155,17 +181,6 @@ class CompileBackend:
                 "compiled with. Write dynamic=False to have each size planned.",
                 stacklevel=3,
             )
-
-
-def _of_the_whole(error: InfeasibleBudgetError, budget_bytes: int, taken_bytes: int) -> InfeasibleBudgetError:
-    """The error of a graph in the words of the whole budget."""
-    whole_bytes = error.least_peak_bytes + taken_bytes
-    return InfeasibleBudgetError(
-        f"{error.problem} Of the budget of {format_bytes(budget_bytes)} the optimizer's state and other graphs of the "
-        f"step take {format_bytes(taken_bytes)}.",
-        f"Raise memory_budget to {format_roomy(whole_bytes)}; or use a smaller batch, or compile the step as one.",
-        least_peak_bytes=whole_bytes,
-    )
 
 
 _given: list[tuple[Any, CompileBackend]] = []
@@ -187,7 +202,8 @@ def ctdr(gm: fx.GraphModule, inputs: Sequence[Any], *, options: Any = None, mode
         raise ConfigError(
             f"backend 'ctdr' needs a budget; found options={options!r}.", "Write options={'memory_budget': '8GiB'}."
         )
-    # The graphs of one torch.compile share its options, and with them the budget.
+    # The graphs of one torch.compile share its options, and with them the budget. Options are kept, so that no others
+    # come by the same identity.
     found = next((backend for known, backend in _given if known is options), None)
     if found is None:
         found = CompileBackend(**options, mode=mode)

@@ -121,7 +121,9 @@ class JointGraph:
                 found[node] = None
 
     def _written_back(self, output: fx.Node, n_forward_outputs: int) -> set[Any]:
-        kinds = tree_leaves(output.meta.get("desc", ()))[:n_forward_outputs]
+        if "desc" not in output.meta:
+            raise ConfigError("A compiled graph does not say what it writes back to its inputs.", "Compile less.")
+        kinds = tree_leaves(output.meta["desc"])[:n_forward_outputs]
         written = [kind.mutated_input for kind in kinds if type(kind).__name__ == _MUTATED]
         found = {node for node in self.placeholders if node.meta.get("desc") in written}
         if len(found) < len(written):
@@ -166,7 +168,9 @@ def _is_part(node: fx.Node) -> bool:
 
 
 def is_light(node: fx.Node) -> bool:
-    """Whether a node is made again for nothing: a view, or an attribute of the graph."""
+    """Whether a node is made again for nothing: a view, one of several views, or an attribute of the graph."""
+    if _is_part(node):
+        return is_light(node.all_input_nodes[0])
     return node.op == "get_attr" or (isinstance(node.target, OpOverload) and traits(node.target).view)
 
 
@@ -190,7 +194,7 @@ def _kernels(nodes: Iterable[fx.Node], *, fused: bool) -> tuple[tuple[fx.Node, .
     found: list[list[fx.Node]] = []
     before = False
     for node in nodes:
-        joins = fused and (is_pointwise(node) or is_light(node) or _is_part(node) or _reduces(node))
+        joins = fused and (is_fusible(node) or is_light(node) or _is_part(node))
         if joins and before:
             found[-1].append(node)
         else:
@@ -199,8 +203,9 @@ def _kernels(nodes: Iterable[fx.Node], *, fused: bool) -> tuple[tuple[fx.Node, .
     return tuple(map(tuple, found))
 
 
-def _reduces(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and _short(node.target) in _REDUCTIONS
+def is_fusible(node: fx.Node) -> bool:
+    """Whether a compiler writes the kernel of a call itself, together with its neighbours."""
+    return is_pointwise(node) or (isinstance(node.target, OpOverload) and _short(node.target) in _REDUCTIONS)
 
 
 def _descendants(nodes: list[fx.Node]) -> set[fx.Node]:

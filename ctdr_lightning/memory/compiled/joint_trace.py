@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, fx
 
 from ctdr_lightning.basics.devices import model_of
-from ctdr_lightning.basics.torch_compiler import WORKSPACE, is_tangent
+from ctdr_lightning.basics.torch_compiler import WORKSPACE, is_tangent, is_weight_or_input
 from ctdr_lightning.basics.torch_private import OpOverload, tree_leaves
-from ctdr_lightning.memory.compiled.joint_graph import Call, JointGraph, is_pointwise
+from ctdr_lightning.memory.compiled.joint_graph import Call, JointGraph, is_fusible, is_pointwise
 from ctdr_lightning.memory.recorder.call_seconds import CallSeconds
-from ctdr_lightning.memory.recorder.workspace import WorkspaceProbe
+from ctdr_lightning.memory.recorder.workspace import PRODUCTS, WorkspaceProbe
 from ctdr_lightning.memory.traces.trace import OpRecord, Save, StorageRecord, Trace, ValueRecord
 from ctdr_lightning.memory.values.op_traits import pin_reason_of_call, pin_reason_on_gpu, traits, without_running_stats
 
@@ -56,6 +56,7 @@ class JointTrace:
         graph: The joint graph.
         trace: The step as data.
         makers: From value to the call that makes it and the value's place among its results.
+        caller_bytes: Bytes of the forward's results and of its tangents, which whoever called may hold to the end.
     """
 
     def __init__(self, graph: JointGraph, prices: CallSeconds, *, fused: bool = False) -> None:
@@ -71,6 +72,7 @@ class JointTrace:
         self._prices = prices
         self._ticks = count()
         self._n_forward = 0
+        self.caller_bytes = 0
         self._overwritten = {_storage(graph.made[node]) for node in graph.mutated}
         self.trace = self._trace()
 
@@ -78,6 +80,16 @@ class JointTrace:
         """Id of the value behind a node; -1 for anything but a tensor of the step."""
         made = self.graph.made.get(node)
         return self._value(made) if isinstance(made, Tensor) else -1
+
+    def bytes_of_inputs(self, places: Collection[int]) -> int:
+        """Bytes of some weights and inputs.
+
+        Args:
+            places: Their places among all of them.
+        """
+        inputs = [node for node in self.graph.placeholders if is_weight_or_input(node)]
+        values = {self.value_of(inputs[place]) for place in places}
+        return sum(self._values[value].n_bytes for value in values if value >= 0)
 
     def _value(self, tensor: Tensor) -> int:
         return self._by_storage.get(_storage(tensor), -1)
@@ -105,22 +117,13 @@ class JointTrace:
 
     def _inside(self, kernels: list[list[Call]]) -> set[int]:
         """Storages that no one outside of a kernel reads: a compiler does not write them down."""
-        made: dict[int, int] = {}
+        several = [(place, kernel) for place, kernel in enumerate(kernels) if len(kernel) > 1]
+        outputs = [(out, place) for place, kernel in reversed(several) for call in kernel for out in _results(call.out)]
+        made = {_storage(out): place for out, place in outputs if out is not None}  # by the first of several
         read = {_storage(self.graph.made[node]) for node in self.graph.backward_outputs}
         for place, kernel in enumerate(kernels):
-            for call in kernel:
-                read |= {storage for storage in map(_storage, _tensors(call)) if made.get(storage, place) != place}
-                for out in _results(call.out):
-                    if out is not None:
-                        made.setdefault(_storage(out), place)
-        alone = {
-            _storage(out)
-            for kernel in kernels
-            if len(kernel) == 1
-            for out in _results(kernel[0].out)
-            if out is not None
-        }
-        return made.keys() - read - alone
+            read.update(s for call in kernel for s in map(_storage, _tensors(call)) if made.get(s, place) != place)
+        return made.keys() - read
 
     def _enter(self, tensor: Tensor, pin: str, born: int, op: int = -1) -> int:
         storage = tensor.untyped_storage()
@@ -174,14 +177,11 @@ class JointTrace:
         target = call.node.target
         if not isinstance(target, OpOverload):
             return 0.0
-        self._note_workspace(index, target, call.args, call.kwargs)
+        # inductor writes fusible kernels itself, and makes the operands of products readable for BLAS
+        if not self._fused or not (is_fusible(call.node) or traits(target).name in PRODUCTS):
+            self._probe.note(index, target, call.args, call.kwargs)
         seconds = self._prices.seconds(target, call.args, call.kwargs, call.out)
         return seconds * _FUSED_SHARE if self._fused and is_pointwise(call.node) else seconds
-
-    def _note_workspace(self, index: int, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._fused and "convolution" not in traits(target).name:
-            return
-        self._probe.note(index, target, args, kwargs)
 
     def _pin(self, call: Call) -> str:
         """Why a call of the forward may not run again in the backward, or the empty string."""
@@ -194,12 +194,16 @@ class JointTrace:
             return OVERWRITTEN
         return pin_reason_of_call(target, call.args, call.kwargs)
 
+    def _made_of(self, *nodes: fx.Node) -> set[int]:
+        """The values behind some nodes, apart from inputs."""
+        return {value for value in map(self.value_of, nodes) if value >= 0 and self._values[value].born >= 0}
+
     def _finished(self, n_ticks: int) -> Trace:
         graph = self.graph
-        for node in (*graph.forward_outputs, *graph.backward_outputs, *filter(is_tangent, graph.placeholders)):
-            value = self.value_of(node)
-            if value >= 0 and self._values[value].born >= 0:
-                self._values[value].end = n_ticks - 1
+        callers = self._made_of(*graph.forward_outputs, *filter(is_tangent, graph.placeholders))
+        for value in callers | self._made_of(*graph.backward_outputs):
+            self._values[value].end = n_ticks - 1
+        self.caller_bytes = sum(self._values[value].n_bytes for value in callers)
         temps = self._probe.measure()
         for index, n_bytes in temps.items():
             self._ops[index] = replace(self._ops[index], temp_bytes=n_bytes)
@@ -246,7 +250,7 @@ def _pin_of_result(call: Call, out: Tensor) -> str:
 
 
 def _module(node: fx.Node) -> str:
-    """Path of the module that a node comes from, as its model names it."""
+    """Path of the module that a node comes from, without the local or global name of its model."""
     stack = node.meta.get("nn_module_stack") or {}
     path = next(reversed(stack.values()))[0] if stack else ""
-    return path.removeprefix("L['self'].").removeprefix("L['self']")
+    return path.partition("]")[2].lstrip(".") if path.startswith(("L[", "G[")) else path

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from ctdr_lightning.basics.errors import InfeasibleBudgetError, first_line
 from ctdr_lightning.basics.torch_compiler import CustomPartitionerFn, fx_graph_cse, size_hint, torch_partition
 from ctdr_lightning.basics.torch_private import tree_leaves
+from ctdr_lightning.memory.account.batch import BatchAccount
 from ctdr_lightning.memory.compiled.joint_graph import JointGraph
 from ctdr_lightning.memory.compiled.joint_trace import JointTrace
 from ctdr_lightning.memory.compiled.parted_graph import Graphs, parted
@@ -25,20 +26,26 @@ class TooLarge(Exception):
     """A compilation ends early, because its graphs take more than their budget."""
 
 
+# From a graph's trace and the bytes of the weights and buffers that it reads to the account of the batch.
+AccountOf = Callable[[Trace, int], BatchAccount]
+
+
 @dataclass
 class Partition(CustomPartitionerFn):
     """Parts the joint graph of one compilation.
 
     Attributes:
-        budget_bytes: Largest peak of the step that the graph is.
+        budget_bytes: Largest peak of the batch.
         limit_bytes: Largest peak of its trace, which knows of no fusion; None lets torch part the graph.
         policy: Name of the policy.
         prices: Seconds of calls, shared by the graphs of a model.
+        account_of: Counts what is in memory beside the graph.
         fused: Whether the graphs go to a compiler that fuses their calls.
-        trace: The step; None before a graph was parted, or where it could not be planned.
+        account: The account of the batch; None before a graph was parted, or where it could not be planned.
         plan: The plan that was made; None where torch parted the graph.
-        peak_bytes: Peak of the step: as the trace says, or as the compiler's schedules do.
-        held_bytes: Bytes that the forward hands to the backward, its inputs apart.
+        peak_bytes: Peak of the batch: as the trace says, or as the compiler's schedules do.
+        held_bytes: Bytes from the graph's forward to its backward, weights and buffers apart: the batch, and what the
+            forward hands over.
         is_least: Whether no plan keeps the limit; the plan is then one of the least peak.
         symbolic: Whether sizes of the graph are not fixed.
         reason: Why the graph could not be planned, or the empty string.
@@ -48,14 +55,16 @@ class Partition(CustomPartitionerFn):
     limit_bytes: int | None
     policy: str
     prices: CallSeconds
+    account_of: AccountOf
     fused: bool
-    trace: Trace | None = None
+    account: BatchAccount | None = None
     plan: Plan | None = None
     peak_bytes: int = 0
     held_bytes: int = 0
     is_least: bool = False
     symbolic: bool = False
     reason: str = ""
+    _caller_bytes: int = 0
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Graphs:
         """Part a joint graph.
@@ -64,7 +73,7 @@ class Partition(CustomPartitionerFn):
             gm: The joint graph.
             joint_inputs: Its inputs, which torch's own function asks for.
             kwargs: Further arguments of torch's own function; of them ``num_fwd_outputs``, how many outputs the forward
-                returns.
+                returns, and ``static_lifetime_input_indices``, which inputs are weights and buffers.
 
         Raises:
             TooLarge: If what the forward hands over takes more than the budget already.
@@ -72,15 +81,20 @@ class Partition(CustomPartitionerFn):
         """
         n_outputs: int = kwargs["num_fwd_outputs"]
         joint = self._joint(gm, n_outputs)
-        if joint is None or self.limit_bytes is None:
+        if joint is None:
+            return torch_partition(gm, joint_inputs, **kwargs)
+        weight_bytes = joint.bytes_of_inputs(kwargs.get("static_lifetime_input_indices") or ())
+        self.account, self._caller_bytes = self.account_of(joint.trace, weight_bytes), joint.caller_bytes
+        if self.limit_bytes is None:
             found = torch_partition(gm, joint_inputs, **kwargs)
         else:
-            self.plan = self._planned(joint.trace)
-            self.peak_bytes = self.plan.peak_bytes
+            self.plan = self._planned(self.account.standing)
+            self.peak_bytes = self.account.peak_bytes(self.plan)
             found = parted(joint, self.plan.actions)
-        self.held_bytes = _handed_over_bytes(found[0], n_outputs)
-        if joint is not None and joint.trace.resident_bytes + self.held_bytes > self.budget_bytes:
-            self._refuse(joint.trace.resident_bytes + self.held_bytes)
+        handed_bytes = _handed_over_bytes(found[0], n_outputs)
+        self.held_bytes = joint.trace.resident_bytes - weight_bytes + handed_bytes
+        if self.fused:
+            self._judge(self.account.standing.resident_bytes + handed_bytes)
         return found
 
     def _joint(self, gm: fx.GraphModule, n_forward_outputs: int) -> JointTrace | None:
@@ -93,7 +107,7 @@ class Partition(CustomPartitionerFn):
         except Exception as error:  # operators of others and passes of the compiler may fail on fake tensors in any way
             self.reason = first_line(error)
             return None
-        self.trace, self.symbolic = joint.trace, graph.symbolic
+        self.symbolic = graph.symbolic
         return joint
 
     def _planned(self, trace: Trace) -> Plan:
@@ -115,21 +129,25 @@ class Partition(CustomPartitionerFn):
         Raises:
             TooLarge: If that is more than the budget.
         """
-        if self.trace is None:
+        if self.account is None:
             return
-        self.peak_bytes = max(self.peak_bytes if backward else 0, self.trace.resident_bytes + buffer_bytes)
-        if self.peak_bytes > self.budget_bytes:
-            self._refuse(self.peak_bytes)
+        standing_bytes = self.account.standing.resident_bytes
+        if not backward:  # the schedule of the forward takes the place of what was known before it
+            self.peak_bytes = 0
+            standing_bytes += self.account.kept_bytes
+        else:
+            standing_bytes += self._caller_bytes
+        self._judge(max(self.peak_bytes, standing_bytes + buffer_bytes, self.account.rest_bytes))
 
-    def _refuse(self, peak_bytes: int) -> None:
+    def _judge(self, peak_bytes: int) -> None:
         self.peak_bytes = peak_bytes
-        if self.fused:
+        if self.too_large:
             raise TooLarge
 
     @property
     def too_large(self) -> bool:
         """Whether the graphs were found to take more than the budget."""
-        return self.trace is not None and self.peak_bytes > self.budget_bytes
+        return self.account is not None and self.peak_bytes > self.budget_bytes
 
     def uuid(self) -> None:
         """None: nothing of a compilation is kept by its inputs alone, as the plan is made from measured times."""

@@ -56,7 +56,7 @@ _BATCHED = {  # from op to the positions of its batched arguments; of other ops 
     "aten.native_layer_norm.default": (0,),
     "aten.native_layer_norm_backward.default": (0, 1, 3, 4),
 }
-_PRODUCTS = {"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"}
+PRODUCTS = {"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"}
 _AFFORDABLE_BYTES = 32 * 2**20
 _Call = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
 
@@ -166,7 +166,7 @@ class WorkspaceProbe:
         kwargs = kwargs or {}
         name = traits(func).name
         tensors = list(tensors_in((*args, *kwargs.values())))
-        if name in _PRODUCTS and (self.other or {t.dtype for t in tensors} <= _UNCAST):
+        if name in PRODUCTS and (self.other or {t.dtype for t in tensors} <= _UNCAST):
             copied = sum(t.nbytes for t in tensors if has_storage(t) and t.dim() > 1 and 1 not in t.stride()[-2:])
             if copied:
                 self._known[index] = copied

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,14 +13,15 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import OutOfMemoryError
 
 from ctdr_lightning.basics.gpu_memory import counts, read_budget
-from ctdr_lightning.memory import Plan
-from ctdr_lightning.memory.account.batch import forward_ticks
+from ctdr_lightning.memory import Plan, Trace
+from ctdr_lightning.memory.account.batch import BatchAccount, forward_ticks
 from ctdr_lightning.memory.compiled.backend import CompileBackend
 from ctdr_lightning.memory.guide.events import Event
 from ctdr_lightning.memory.guide.step_guide import StepGuide
 from ctdr_lightning.memory.holders.places import Places
 from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.training_step import events
+from ctdr_lightning.trainer.training_step.advice import optimizer_does_not_fit
 from ctdr_lightning.trainer.training_step.batch_meter import BatchMeter
 from ctdr_lightning.trainer.training_step.bytes_beside import BytesBeside
 from ctdr_lightning.trainer.training_step.device import allocated_peak_bytes, tensors_of
@@ -57,6 +59,7 @@ class MemoryStage:
         self._stale_bytes = 0
         self._tiles: Mapping[str, int] = {}
         self.last_backend: CompileBackend | None = None
+        self._compiled_beside: Hashable = None
         self._said = ""
         self._module: LightningModule | None = None
 
@@ -120,14 +123,31 @@ class MemoryStage:
             return None
         self.budget_bytes = read_budget(self._options.memory_budget, module.device)
         self.beside.look_ahead(module.trainer, module)
-        optimizer = self.beside.optimizer
-        beside_bytes = optimizer.state + optimizer.standing + self.beside.kept_bytes
-        asked, known = (self.budget_bytes, beside_bytes), self.last_backend
-        if known is None or asked != (known.budget_bytes, known.beside_bytes):
-            self.last_backend = CompileBackend(
-                self.budget_bytes, policy=self._options.policy, beside_bytes=beside_bytes
-            )
+        standing_bytes = self.beside.static_bytes(module)
+        beside = (self.budget_bytes, standing_bytes, self.beside.optimizer, self.beside.kept_bytes)
+        if beside != self._compiled_beside:
+            self._compiled_beside = beside
+            account_of = partial(self._account_of_graph, module)
+            self.last_backend = CompileBackend(self.budget_bytes, policy=self._options.policy, account_of=account_of)
         return self.last_backend
+
+    def _account_of_graph(self, module: LightningModule, step: Trace, read_bytes: int) -> BatchAccount:
+        """The account of a batch from one of its compiled graphs.
+
+        Args:
+            module: The model.
+            step: The graph's forward and backward.
+            read_bytes: Bytes of the weights and buffers that the graph reads.
+
+        Raises:
+            InfeasibleBudgetError: If the optimizer's step breaks the budget.
+        """
+        assert self.budget_bytes is not None
+        unread_bytes = local_bytes((*module.parameters(), *module.buffers())) - read_bytes
+        account = self.beside.account(step.with_static(max(unread_bytes, 0)))
+        if account.rest_bytes > self.budget_bytes:
+            raise optimizer_does_not_fit(account, self.budget_bytes)
+        return account
 
     def start_in_tiles(self, tiles: Mapping[str, int]) -> None:
         """Run modules in tiles from the first step on.
@@ -272,11 +292,8 @@ class MemoryStage:
     def batch_done(self) -> None:
         """A batch is over: nothing of it is needed any more."""
         self.planner.inputs = None
-        if (
-            self.last_backend is not None
-            and self._options.verbose
-            and self._said != (said := self.last_backend.summary())
-        ):
+        said = self.last_backend.summary() if self.last_backend is not None and self._options.verbose else ""
+        if said != self._said:
             self._said = said
             rank_zero_info(f"CTDR: {said}")
 

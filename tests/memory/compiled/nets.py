@@ -23,13 +23,32 @@ def transformer():
     return net, tokens, tokens.flatten()
 
 
+class Split(nn.Module):
+    """Attention on the three parts of one projection: its backward reads three views of one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.project, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x):
+        query, key, value = self.project(x).split(32, dim=-1)
+        heads = [part.unflatten(-1, (2, 16)).transpose(1, 2) for part in (query, key, value)]
+        return x + self.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+
+
+def split():
+    torch.manual_seed(0)
+    net = nn.Sequential(*[Split() for _ in range(3)], nn.Linear(32, 4), nn.Flatten(0, 1))
+    return net, torch.randn(8, 32, 32), torch.arange(256) % 4
+
+
 def perceptron():
     torch.manual_seed(0)
     layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())]
     return nn.Sequential(*layers, nn.Linear(64, 4)), torch.randn(256, 64), torch.arange(256) % 4
 
 
-NETS = {"residual": residual, "transformer": transformer, "perceptron": perceptron}
+NETS = {"residual": residual, "transformer": transformer, "perceptron": perceptron, "split": split}
 
 
 class Step:

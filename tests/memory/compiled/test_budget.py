@@ -72,13 +72,59 @@ def test_the_graphs_of_one_step_share_the_budget():
     backend = CompileBackend("1MiB", engine="aot_eager")
     torch.compile(step, backend=backend)().backward()
     first, second = backend.graphs.values()
-    assert first.held_bytes > 0
-    assert second.peak_bytes <= backend.budget_bytes - first.held_bytes
-    assert "2 graphs" in backend.summary()
+    assert second.plan.trace.resident_bytes > first.held_bytes > 0
+    assert "graphs: 2, by a plan: 2" in backend.summary()
     torch._dynamo.reset()
-    tight = CompileBackend(first.peak_bytes, engine="aot_eager")
-    with pytest.raises(Exception, match="other graphs of the step take"):
+    tight = CompileBackend(second.peak_bytes - first.held_bytes // 2, engine="aot_eager")
+    with pytest.raises(Exception, match=r"No plan of policy 'auto' fits the budget"):
         torch.compile(step, backend=tight)().backward()
+
+
+def test_several_graphs_of_one_frame_share_the_budget():
+    """DDP's optimizer parts a frame's graph into one for each bucket."""
+    net, x = nn.Linear(64, 64), torch.randn(32, 64)
+    backend = CompileBackend("1MiB", engine="aot_eager")
+    before = CompileBackend("1MiB", engine="aot_eager")
+
+    def twice(gm, inputs):
+        backend(gm, inputs)
+        return backend(gm, inputs)
+
+    for chosen in (before, twice):
+        torch._dynamo.reset()
+        torch.compile(net, backend=chosen)(x).sum().backward()
+    (alone,), (first, second) = before.graphs.values(), backend.graphs.values()
+    assert first.peak_bytes == alone.peak_bytes
+    assert second.peak_bytes == alone.peak_bytes + first.held_bytes
+
+
+def test_a_graph_without_a_backward_is_no_graph_of_the_step():
+    net, x = nn.Sequential(nn.Linear(16, 16), nn.ReLU()), torch.randn(8, 16)
+    torch._dynamo.reset()
+    backend = CompileBackend("1MiB", engine="aot_eager")
+    step = torch.compile(net, backend=backend)
+    with torch.no_grad():
+        step(x)
+    assert not backend.graphs
+    step(x).sum().backward()
+    known = dict(backend.graphs)
+    with torch.no_grad():
+        step(x[:4])
+    assert known
+    assert backend.graphs == known
+
+
+def test_a_call_that_refuses_noise_is_planned_by_its_roofline():
+    net = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+
+    def step(x):
+        weights = net(x).softmax(-1)
+        return (weights * torch.multinomial(weights.detach(), 16)).sum()
+
+    torch._dynamo.reset()
+    backend = CompileBackend("1MiB", engine="aot_eager")
+    torch.compile(step, backend=backend)(torch.randn(8, 16)).backward()
+    assert [graph.reason for graph in backend.graphs.values()] == [""]
 
 
 def test_sizes_that_are_not_fixed_are_planned_as_compiled_and_said_to_be():
@@ -127,7 +173,12 @@ def test_a_budget_must_be_given(options):
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [({"engine": "jit"}, "'jit'"), ({"engine": "aot_eager", "mode": "max-autotune"}, "takes no mode")],
+    [
+        ({"engine": "jit"}, "'jit'"),
+        ({"engine": "aot_eager", "mode": "max-autotune-no-cudagraphs"}, "takes no mode"),
+        ({"mode": "reduce-overhead"}, "CUDA graphs"),
+        ({"triton.cudagraphs": True}, "CUDA graphs"),
+    ],
 )
 def test_bad_arguments_are_named(options, named):
     with pytest.raises(ConfigError, match=named):
@@ -154,3 +205,22 @@ def test_inductor_keeps_to_the_budget(name, share):
         found = step.gradients(mine)
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(found, want, strict=True))
     assert step_peak_bytes(step.net, mine) + step.standing_bytes <= backend.budget_bytes
+
+
+@pytest.mark.slow
+def test_inductor_counts_results_that_the_caller_holds():
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 512)), torch.randn(256, 32)
+    standing_bytes = sum(t.nbytes for t in (*net.parameters(), x))
+    torch._dynamo.reset()
+    backend = CompileBackend("4MiB")
+    step = torch.compile(net, backend=backend)
+
+    def run():
+        result = step(x)
+        result.backward(torch.ones_like(result))
+        return result  # which is alive as long as the backward runs
+
+    run()
+    (graph,) = backend.graphs.values()
+    assert step_peak_bytes(net, run) + standing_bytes <= graph.peak_bytes
