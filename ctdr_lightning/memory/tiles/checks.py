@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,11 +22,13 @@ from ctdr_lightning.basics.torch_private import (
     no_dispatch_modes,
     tree_leaves,
 )
+from ctdr_lightning.memory.tiles.draws import axis_of_samples, drawn_shape
 from ctdr_lightning.memory.tiles.tiled_run import Call, no_cast_cache, run_in_tiles
 from ctdr_lightning.memory.values.op_traits import COLLECTIVE, UNPROVEN, pin_reason_of_call, traits
 
+_RANDOM = "draws random numbers for all samples at once"
 _FORBIDDEN = {
-    "random": "draws random numbers", COLLECTIVE: "exchanges data with other processes",
+    "random": _RANDOM, COLLECTIVE: "exchanges data with other processes",
     UNPROVEN: "runs an operator that is not torch's own", "higher-order operator": "runs a higher-order operator",
 }  # fmt: skip
 # Ends of class names of modules without parts. Conv1D is a linear layer of transformers; torch's own is Conv1d.
@@ -44,21 +46,41 @@ class _NotInTiles(Exception):
     """An operator forbids tiles; its reason is the message."""
 
 
+@dataclass(frozen=True)
+class Trial:
+    """The result of a trial.
+
+    Attributes:
+        reason: Why a call may not run in tiles; empty where it may.
+        random_axes: Of the samples in the numbers of its random operators, as `DrawnOnce` takes them.
+    """
+
+    reason: str = ""
+    random_axes: tuple[int | None, ...] = ()
+
+
 class _Watch(OpMode):
     """Stops at an operator by which the result would depend on the tiles.
 
     Args:
         outside: Tensors that were there before the module ran.
+
+    Attributes:
+        drawn: Shapes of the numbers that random operators drew.
     """
 
     def __init__(self, outside: Sequence[Tensor]) -> None:
         super().__init__()
+        self.drawn: list[tuple[int, ...]] = []
         self._outside = {t.untyped_storage()._cdata for t in outside}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         op = traits(func)
         reason = _FORBIDDEN.get(pin_reason_of_call(func, args, kwargs) if isinstance(func, OpOverload) else op.pin)
+        if reason == _RANDOM and (shape := drawn_shape(func, args)) is not None:
+            self.drawn.append(shape)
+            reason = None
         if op.batch_norm and (op.training is None or args[op.training]):
             reason = "normalises each sample by its whole batch"
         if reason is None and any(self._is_outside(args, place) for place in op.written):
@@ -102,8 +124,8 @@ def _is_activation(part: nn.Module) -> bool:
     return at_home and not list(part.parameters()) and not type(part).__name__.startswith("Softmax")
 
 
-def hindrance(call: Call, tensors: Sequence[Tensor], buffers: Iterable[Tensor]) -> str:
-    """Why a call may not run in tiles; empty where it may.
+def tried(call: Call, tensors: Sequence[Tensor], buffers: Iterable[Tensor]) -> Trial:
+    """Try whether a call may run in tiles.
 
     A few samples run whole and in two parts, with gradients; no random state and no buffer changes. Fake tensors have
     no values to compare, so that of them operators alone are looked at.
@@ -114,14 +136,14 @@ def hindrance(call: Call, tensors: Sequence[Tensor], buffers: Iterable[Tensor]) 
         buffers: Of the module.
     """
     try:
-        with _unseen(), torch.enable_grad():
-            return _hindrance(call, tensors, buffers)
+        with _unseen(), _fakes_of(tensors), torch.enable_grad():
+            return _tried(call, tensors, [*call.parameters, *buffers])
     except _NotInTiles as reason:
-        return str(reason)
+        return Trial(str(reason))
     except torch.OutOfMemoryError:  # says nothing about the module
         raise
     except Exception as error:  # the module's own code may ask for a number of samples that only the whole has
-        return f"does not run on a part of its samples: {first_line(error)}"
+        return Trial(f"does not run on a part of its samples: {first_line(error)}")
 
 
 @contextmanager
@@ -138,6 +160,11 @@ def _unseen() -> Iterator[None]:
             hooks.update(before)
 
 
+def _fakes_of(tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
+    """Tensors that a module makes for itself, such as masks, are fake where its arguments are."""
+    return next((t.fake_mode for t in tensors if isinstance(t, FakeTensor)), nullcontext())
+
+
 def n_tried(n_samples: int) -> int:
     """Number of samples of a trial: the first of two parts has an odd number of them.
 
@@ -152,18 +179,43 @@ def n_tried(n_samples: int) -> int:
     return few - max((few - 1) % 4 - 1, 0)
 
 
-def _hindrance(call: Call, tensors: Sequence[Tensor], buffers: Iterable[Tensor]) -> str:
+def _tried(call: Call, tensors: Sequence[Tensor], owned: Sequence[Tensor]) -> Trial:
     n_samples = n_tried(call.n_samples)
     few = [t.detach() for t in call.pieces(tensors, 0, n_samples)]
-    with _Watch([*few, *call.parameters, *buffers]):
-        call.outputs(few)
+    call = replace(call, n_samples=n_samples, n_tiles=2)
+    call = replace(call, random_axes=_random_axes(call, few, owned))
     if any(isinstance(tensor, FakeTensor) for tensor in few):
-        return ""
-    whole, parts = (_results(replace(call, n_samples=n_samples, n_tiles=n), few) for n in (1, 2))
+        return Trial("", call.random_axes)
+    whole, parts = (_results(replace(call, n_tiles=n), few) for n in (1, 2))
     rounds = torch.is_autocast_enabled(few[0].device.type)
     if len(whole) != len(parts) or not all(_alike(a, b, rounds) for a, b in zip(whole, parts, strict=True)):
-        return "gives other results in parts: its samples mix"
-    return ""
+        return Trial("gives other results in parts: its samples mix")
+    return Trial("", call.random_axes)
+
+
+def _random_axes(call: Call, few: Sequence[Tensor], owned: Sequence[Tensor]) -> tuple[int | None, ...]:
+    """Of the samples in the numbers that are drawn for all of them, and for a tile."""
+    whole = _drawn(call, few, owned)
+    if not whole:
+        return ()
+    n_part = call.n_rows
+    part = _drawn(call, call.pieces(few, 0, n_part), owned)
+    try:
+        shapes = zip(whole, part, strict=True)
+        return tuple(axis_of_samples(of_all, of_part, call.n_samples, n_part) for of_all, of_part in shapes)
+    except ValueError:
+        raise _NotInTiles(_RANDOM) from None
+
+
+def _drawn(call: Call, tensors: Sequence[Tensor], owned: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    with _Watch([*tensors, *owned]) as watch, _same_numbers(tensors[0]):
+        call.outputs(tensors)
+    return watch.drawn
+
+
+def _same_numbers(tensor: Tensor) -> AbstractContextManager[None]:
+    """Random numbers drawn inside are drawn again outside."""
+    return torch.random.fork_rng(devices=[tensor.device] if tensor.device.type == "cuda" else [])
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -173,7 +225,8 @@ def _same(tensor: Tensor) -> Tensor:
 def _results(call: Call, tensors: Sequence[Tensor]) -> list[Tensor | None]:
     """Outputs and gradients."""
     given = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
-    outputs = call.outputs(given)[0] if call.n_tiles == 1 else tree_leaves(run_in_tiles(call, given))
+    with _same_numbers(given[0]):
+        outputs = call.outputs(given)[0] if call.n_tiles == 1 else tree_leaves(run_in_tiles(call, given))
     _check_outputs(call, outputs)
     graded = [output for output in outputs if output.requires_grad]
     wanted = [*(t for t in given if t.requires_grad), *call.parameters]

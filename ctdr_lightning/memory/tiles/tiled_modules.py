@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,11 +14,11 @@ from torch.utils import checkpoint
 
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.torch_private import FakeTensor, is_transformed, top_saved_tensors_hooks, tree_flatten
-from ctdr_lightning.memory.tiles.checks import acts_on_tokens, hindrance, static_hindrance
+from ctdr_lightning.memory.tiles.checks import Trial, acts_on_tokens, static_hindrance, tried
 from ctdr_lightning.memory.tiles.tiled_run import Call, run_in_tiles
 
-# From a module to the ways in which it was cut, and for each the reason why it runs whole, or the empty string.
-Checked = MutableMapping[nn.Module, dict[tuple[int, tuple[bool, ...]], str]]
+# From a module to the ways in which it was cut, and for each the result of its trial.
+Checked = MutableMapping[nn.Module, dict[tuple[int, tuple[bool, ...]], Trial]]
 
 
 class TiledModules:
@@ -112,22 +113,23 @@ class _TiledForward:
         found = self._call(*args, **kwargs) if self._trains() else None
         if found is None:
             return self._whole(*args, **kwargs)
-        reason = self._reason(*found)
-        if reason:
-            self._leave_alone(reason)
+        call, tensors = found
+        trial = self._trial(call, tensors)
+        if trial.reason:
+            self._leave_alone(trial.reason)
             return self._whole(*args, **kwargs)
-        return run_in_tiles(*found)
+        return run_in_tiles(replace(call, random_axes=trial.random_axes), tensors)
 
-    def _reason(self, call: Call, tensors: Sequence[Tensor]) -> str:
-        """Why the module runs whole; its samples are tried once, and where they have no values, its operators."""
+    def _trial(self, call: Call, tensors: Sequence[Tensor]) -> Trial:
+        """Of the module: its samples are tried once, and where they have no values, its operators."""
         reason = static_hindrance(self._module)
         known, way = self._checked.setdefault(self._module, {}), (call.axis, call.cut)
         if reason or way in known:
-            return reason or known[way]
-        reason = hindrance(call, tensors, self._module.buffers())
+            return Trial(reason) if reason else known[way]
+        trial = tried(call, tensors, self._module.buffers())
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            known[way] = reason
-        return reason
+            known[way] = trial
+        return trial
 
     def _whole(self, *args: Any, **kwargs: Any) -> Any:
         return type(self._module).forward(self._module, *args, **kwargs)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ctdr_lightning.basics.torch_private import tree_flatten, tree_unflatten
+from ctdr_lightning.memory.tiles.draws import DrawnOnce
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Call:
         n_samples: Number of samples.
         n_tiles: Number of tiles.
         parameters: Of the module, those that are trained.
+        random_axes: Of the samples in the numbers that each random operator draws, as `DrawnOnce` takes them.
     """
 
     run: Callable[..., Any]
@@ -45,6 +47,7 @@ class Call:
     n_samples: int
     n_tiles: int
     parameters: tuple[Tensor, ...]
+    random_axes: tuple[int | None, ...] = ()
 
     @property
     def n_rows(self) -> int:
@@ -67,6 +70,13 @@ class Call:
             leaves[place] = tensor
         args, kwargs = tree_unflatten(leaves, self.nest)
         return tree_flatten(self.run(*args, **kwargs))
+
+    def of_tile(self, tensors: Sequence[Tensor], begin: int, n_rows: int, drawn: list[Tensor]) -> tuple[list[Any], Any]:
+        """The same of one tile, on its tensors and the random numbers that were drawn for all."""
+        if not self.random_axes:  # a mode costs some microseconds an operator
+            return self.outputs(tensors)
+        with DrawnOnce(self.random_axes, drawn, self.n_samples, begin, n_rows):
+            return self.outputs(tensors)
 
 
 @contextmanager
@@ -99,19 +109,20 @@ class _Tiled(torch.autograd.Function):
         device = given[0].device.type
         ctx.call = call
         ctx.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-        ctx.save_for_backward(*given)
         ctx.set_materialize_grads(False)
         tensors = given[: len(call.places)]
         outputs: list[Tensor] = []
+        drawn: list[Tensor] = []
         for begin, n_rows in call.tiles():
             with no_cast_cache():
-                of_tile, nest = call.outputs(call.pieces(tensors, begin, n_rows))
+                of_tile, nest = call.of_tile(call.pieces(tensors, begin, n_rows), begin, n_rows, drawn)
             if not outputs:
                 structure.append(nest)
                 outputs = [_whole(output, call) for output in of_tile]
             for output, part in zip(outputs, of_tile, strict=True):
                 output.narrow(call.axis, begin, n_rows).copy_(part)
             del of_tile
+        ctx.save_for_backward(*given, *drawn)
         ctx.mark_non_differentiable(*[output for output in outputs if not output.is_floating_point()])
         return tuple(outputs)
 
@@ -120,11 +131,12 @@ class _Tiled(torch.autograd.Function):
     def backward(ctx: Any, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
         """Make each tile again, and differentiate it."""
         call, needed = ctx.call, ctx.needs_input_grad[2:]
-        tensors = ctx.saved_tensors[: len(call.places)]
+        saved = ctx.saved_tensors
+        tensors, drawn = saved[: len(call.places)], list(saved[len(needed) :])
         total: list[Tensor | None] = [None] * len(needed)
         for begin, n_rows in call.tiles():
             given = [slope.narrow(call.axis, begin, n_rows) if slope is not None else None for slope in slopes]
-            found = _of_tile(ctx, call.pieces(tensors, begin, n_rows), given)
+            found = _of_tile(ctx, tensors, drawn, (begin, n_rows), given)
             for index, slope in enumerate(found):
                 if slope is None:
                     continue
@@ -139,13 +151,15 @@ class _Tiled(torch.autograd.Function):
         return (None, None, *total)
 
 
-def _of_tile(ctx: Any, pieces: Sequence[Tensor], slopes: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _of_tile(
+    ctx: Any, tensors: Sequence[Tensor], drawn: list[Tensor], tile: tuple[int, int], slopes: Sequence[Tensor | None]
+) -> list[Tensor | None]:
     """The gradients of one tile's tensors and of the parameters; None where not needed."""
     call, needed = ctx.call, ctx.needs_input_grad[2:]
     device, dtype, enabled = ctx.autocast
-    own = [piece.detach().requires_grad_(needed[i]) for i, piece in enumerate(pieces)]
+    own = [t.detach().requires_grad_(need) for t, need in zip(call.pieces(tensors, *tile), needed, strict=False)]
     with torch.enable_grad(), torch.autocast(device, dtype=dtype, enabled=enabled):
-        outputs, _ = call.outputs(own)
+        outputs, _ = call.of_tile(own, *tile, drawn)
     pairs = [(o, s) for o, s in zip(outputs, slopes, strict=True) if s is not None and o.requires_grad]
     del outputs
     inputs = [tensor for tensor, need in zip((*own, *call.parameters), needed, strict=True) if need]

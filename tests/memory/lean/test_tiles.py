@@ -71,15 +71,24 @@ def test_a_step_that_a_plan_fits_runs_whole():
     assert found_for(blocks(3), torch.randn(512, WIDTH), 0.9)[0] is None
 
 
-@pytest.mark.parametrize(
-    "net",
-    [
-        nn.Sequential(nn.Sequential(nn.Linear(WIDTH, 256), nn.BatchNorm1d(256), nn.ReLU()), nn.Linear(256, 4)),
-        nn.Sequential(nn.Sequential(nn.Linear(WIDTH, 256), nn.Dropout(0.5), nn.ReLU()), nn.Linear(256, 4)),
-    ],
-    ids=["batch norm", "dropout"],
-)
-def test_modules_that_mix_or_draw_run_whole(net):
+def test_dropout_runs_in_tiles_with_the_numbers_of_the_whole():
+    net, x = blocks(2, dropout=0.3), torch.randn(16, 32, WIDTH)
+    made, plain, _ = found_for(net, x, 0.5)
+    assert set(made.tiles.tiles) == {"0.mlp", "1.mlp"}
+    found = []
+    for lean in (LeanStep(), made.step):
+        torch.manual_seed(1)
+        net.zero_grad()
+        lean.step(step)(net, x).backward()
+        found.append([p.grad.clone() for p in net.parameters()])
+    for mine, theirs in zip(*found, strict=True):
+        assert float((mine - theirs).norm()) <= 1e-5 * float(theirs.norm()) + 1e-9
+    real = BatchAccount(record(lambda: made.step.step(step)(net, x)))
+    assert kept_peak_bytes(real) == kept_peak_bytes(made.account) < kept_peak_bytes(plain)
+
+
+def test_modules_that_mix_run_whole():
+    net = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, 256), nn.BatchNorm1d(256), nn.ReLU()), nn.Linear(256, 4))
     made, *_ = found_for(net, torch.randn(512, WIDTH), 0.4)
     assert made is None
 
@@ -104,10 +113,10 @@ def test_few_recordings_are_made():
 
 
 def test_a_lean_step_names_what_ran_whole():
-    net = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), nn.Linear(4, 4))
+    net = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 4))
     lean = LeanStep((), {"0": 2, "1": 2})
     lean.step(step)(net, torch.randn(8, 4)).backward()
-    assert lean.left_alone == {"0": "draws random numbers"}
+    assert lean.left_alone == {"0": "normalises each sample by its whole batch"}
 
 
 def test_samples_are_tried_once():

@@ -1,6 +1,7 @@
 """Modules in tiles: right up to rounding, or left alone with a reason."""
 
 import copy
+from contextlib import nullcontext
 from weakref import WeakKeyDictionary
 
 import pytest
@@ -105,6 +106,19 @@ class Pairs(nn.Linear):
         return super().forward(x).reshape(-1, 2, 5).flip(1).reshape(-1, 5)
 
 
+class Choosing(nn.Linear):
+    def forward(self, x):
+        return super().forward(x[torch.randperm(len(x))])
+
+
+class Checkpointed(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(6, 6), nn.Dropout(0.5))
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
 def hooked():
     module = nn.Sequential(nn.Linear(6, 5))
     module[0].register_forward_hook(lambda *_: None)
@@ -113,7 +127,9 @@ def hooked():
 
 MIXED = {  # and the reason
     "batch norm": (lambda: (nn.Sequential(nn.BatchNorm2d(3)), torch.randn(8, 3, 6, 6)), "whole batch"),
-    "dropout": (lambda: (nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), torch.randn(12, 6)), "random"),
+    "random numbers for the whole batch": (lambda: (Choosing(6, 5), torch.randn(12, 6)), "random"),
+    "leaky at random": (lambda: (nn.Sequential(nn.Linear(6, 6), nn.RReLU()), torch.randn(12, 6)), "random"),
+    "a checkpoint with random numbers": (lambda: (Checkpointed(), torch.randn(12, 6)), "mix"),
     "batch mean": (lambda: (BatchMean(6, 5), torch.randn(12, 6)), "mix"),
     "batch maximum": (lambda: (BatchMax(6, 5), torch.randn(12, 6)), "mix"),
     "groups of samples": (lambda: (Groups(6, 5), torch.randn(64, 6)), "mix"),
@@ -176,6 +192,85 @@ def test_samples_apart(case, n_tiles):
     assert tiled.left_alone == {}
     agree(found, wanted)
     assert "forward" not in vars(module)
+
+
+class Depth(nn.Linear):
+    """Whole samples are dropped, with numbers from a shape, as in timm and transformers."""
+
+    def forward(self, x):
+        keep = torch.rand((x.shape[0],) + (1,) * (x.dim() - 1), dtype=x.dtype, device=x.device).add_(0.5).floor_()
+        return super().forward(x) * keep
+
+
+class Noisy(nn.Linear):
+    def forward(self, x):
+        return super().forward(x + torch.randn_like(x) * torch.empty_like(x[0]).uniform_())
+
+
+class NativeDropout(nn.Linear):
+    def forward(self, x):
+        return torch.native_dropout(super().forward(x), 0.3, True)[0]
+
+
+class AcrossTokens(nn.Linear):
+    """Samples are merged with tokens, and drawn for in another order than theirs."""
+
+    def forward(self, x):
+        rows = super().forward(x.flatten(0, 1))
+        return (F.dropout(rows).t() * torch.empty_like(rows.t()).exponential_()).t().unflatten(0, x.shape[:2])
+
+
+def attention():
+    return nn.TransformerEncoderLayer(6, 2, 8, dropout=0.3, batch_first=True)
+
+
+RANDOM = {  # modules that draw random numbers for each sample
+    "dropout": lambda: (nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.ReLU()), torch.randn(12, 6)),
+    "two dropouts": lambda: (nn.Sequential(nn.Dropout(0.1), nn.Linear(6, 6), nn.Dropout(0.7)), torch.randn(11, 5, 6)),
+    "of channels": lambda: (nn.Sequential(conv(), nn.Dropout2d(0.5)), torch.randn(12, 3, 12, 12)),
+    "channels last": lambda: (
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.Dropout(0.5)).to(memory_format=torch.channels_last),
+        torch.randn(12, 3, 9, 9).to(memory_format=torch.channels_last),
+    ),
+    "alpha": lambda: (nn.Sequential(nn.Linear(6, 6), nn.AlphaDropout(0.5)), torch.randn(12, 6)),
+    "stochastic depth": lambda: (Depth(6, 5), torch.randn(12, 3, 6)),
+    "noise, of which a part is shared": lambda: (Noisy(6, 5), torch.randn(12, 6)),
+    "across tokens": lambda: (AcrossTokens(6, 5), torch.randn(12, 3, 6)),
+    "attention": lambda: (attention(), torch.randn(12, 5, 6)),
+    "all dropped": lambda: (nn.Sequential(nn.Linear(6, 6), nn.Dropout(1.0)), torch.randn(12, 6)),
+    "dropout of a GPU": lambda: (NativeDropout(6, 5), torch.randn(12, 6)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RANDOM)
+def test_random_numbers_are_those_of_the_whole(case):
+    module, x = RANDOM[case]()
+    net = Around(module, x)
+    wanted = results(net, x)
+    for n_tiles in (2, 3, 4, 6):
+        with TiledModules(net, {"module": n_tiles}) as tiled:
+            found = results(net, x)
+        assert tiled.left_alone == {}
+        agree(found, wanted)
+
+
+class Elementwise(nn.Module):
+    """No sum is taken over samples or features, so that nothing is rounded otherwise in tiles."""
+
+    def forward(self, x):
+        return F.dropout(torch.tanh(torch.native_dropout(x, 0.2, True)[0] + torch.randn_like(x)), 0.5)
+
+
+def test_random_numbers_do_not_depend_on_the_tiles_to_the_bit():
+    net, x, found = Elementwise(), torch.randn(13, 7, 6, requires_grad=True), []
+    for n_tiles in (1, 2, 3, 4, 13):
+        torch.manual_seed(1)
+        with TiledModules(nn.ModuleDict({"net": net}), {"net": n_tiles}) if n_tiles > 1 else nullcontext():
+            out = net(x)
+        x.grad = None
+        out.sin().sum().backward()
+        found.append((out, x.grad, torch.get_rng_state()))
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
 @pytest.mark.parametrize("case", MIXED)
