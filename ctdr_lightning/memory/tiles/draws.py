@@ -107,20 +107,17 @@ class DrawnOnce(OpMode):
         return numbers.narrow(axis, self._begin * a_sample, self._n_rows * a_sample)
 
 
-def _draw(func: Any, args: Any, kwargs: Any, shape: Sequence[int]) -> Tensor:
+def _draw(func: Any, args: Any, kwargs: Any, shape: Sequence[int]) -> Any:
     """The numbers for all samples, in the order of those of a tile, so that they are those of the whole module."""
     if func in _OF_SIZES:
-        drawn: Tensor = func(shape, *args[1:], **kwargs)
-        return drawn
+        return func(shape, *args[1:], **kwargs)
     tile = args[0]
     order = sorted(range(tile.dim()), key=tile.stride, reverse=True)
     dtype = torch.bool if func is aten.bernoulli_.float else tile.dtype
     whole = torch.empty_permuted(shape, order, dtype=dtype, device=tile.device)
     if func is aten.native_dropout.default:
-        mask: Tensor = func(whole, *args[1:], **kwargs)[1]
-        return mask
-    drawn = func(whole, *args[1:], **kwargs)
-    return drawn
+        return func(whole, *args[1:], **kwargs)[1]
+    return func(whole, *args[1:], **kwargs)
 
 
 def _given(func: Any, args: Any, numbers: Tensor) -> Any:
