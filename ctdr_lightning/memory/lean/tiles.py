@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 
 from torch import nn
 
@@ -125,21 +126,52 @@ class _TileSearch:
     def _better(self, made: InTiles, number: int) -> Iterator[InTiles]:
         """The set with modules around the operation that needs most, the smallest ones first."""
         trace = made.account.standing
-        for name in _and_around(_module_at(trace, highest_tick(trace))):
+        for names in self._and_around(_module_at(trace, highest_tick(trace))):
             if self._n_tried == _MOST_TRIED:
                 return
-            more = dict.fromkeys(self._like(name), number)
+            more = dict.fromkeys((like for name in names for like in self._like(name)), number)
             if not more.keys() <= made.tiles.keys():
                 self._n_tried += 1
                 account, running = self._account({**made.tiles, **more})
                 if account.floor_bytes <= _GAIN * made.account.floor_bytes:
                     yield InTiles({n: t for n, t in {**made.tiles, **more}.items() if n in running}, account)
 
+    def _and_around(self, name: str) -> Iterator[list[str]]:
+        """A module and those around it, the model last; there may be none but the model.
+
+        Of a Sequential that cannot run in tiles, the longest run of its children around the module can.
+        """
+        while name:
+            if not _is_one_operation(self._modules.get(name)):
+                yield [name]
+            run = self._neighbours(name)
+            if len(run) > 1:
+                yield run
+            name = _parent(name)
+        yield [""]
+
+    def _neighbours(self, name: str) -> list[str]:
+        parent = self._modules.get(_parent(name))
+        if not isinstance(parent, nn.Sequential) or not static_hindrance(parent):
+            return []
+        children = [(f"{_parent(name)}.{key}".lstrip("."), child) for key, child in parent.named_children()]
+        runs = (
+            [child for child, _ in run]
+            for hindered, run in groupby(children, lambda named: bool(static_hindrance(named[1])))
+            if not hindered
+        )
+        return next((run for run in runs if name in run), [])
+
     def _like(self, name: str) -> list[str]:
         """The modules of the same class whose names differ in numbers alone."""
         place, kind = _place(name), type(self._modules.get(name))
         alike = (other for other, module in self._modules.items() if _place(other) == place and type(module) is kind)
         return [other for other in alike if not static_hindrance(self._modules[other])]
+
+
+def _is_one_operation(module: nn.Module | None) -> bool:
+    """Whether a module is a layer of torch's own: its input and its output are there whole, in tiles too."""
+    return module is None or (type(module).__module__.startswith("torch.nn.") and not list(module.children()))
 
 
 def _place(name: str) -> str:
@@ -153,21 +185,13 @@ def _module_at(trace: Trace, tick: int) -> str:
     """
     for op in reversed([op for op in trace.ops if op.tick <= tick]):
         if not op.backward:
-            return _parent(op.module)
+            return op.module
         read = [trace.values[v] for v in op.inputs if v >= 0 and trace.values[v].op >= 0]
         made = [value for value in read if not trace.ops[value.op].backward]
         if made:
             largest = max(made, key=lambda value: trace.storages[value.storage].n_bytes)
-            return _parent(trace.ops[largest.op].module)
+            return trace.ops[largest.op].module
     return ""
-
-
-def _and_around(name: str) -> Iterator[str]:
-    """A module and those around it, the model last; there may be none but the model."""
-    while name:
-        yield name
-        name = _parent(name)
-    yield ""
 
 
 def _parent(name: str) -> str:

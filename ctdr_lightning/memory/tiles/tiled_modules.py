@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from functools import partial
+from itertools import groupby
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,8 +17,8 @@ from ctdr_lightning.basics.torch_private import FakeTensor, is_transformed, top_
 from ctdr_lightning.memory.tiles.checks import Trial, acts_on_tokens, static_hindrance, tried
 from ctdr_lightning.memory.tiles.tiled_run import Call, run_in_tiles
 
-# From a module to the ways in which it was cut, and for each the result of its trial.
-Checked = MutableMapping[nn.Module, dict[tuple[int, tuple[bool, ...]], Trial]]
+# From the first of modules that run as one to their number and how they were cut, and for each the trial's result.
+Checked = MutableMapping[nn.Module, dict[tuple[int, int, tuple[bool, ...]], Trial]]
 
 
 class TiledModules:
@@ -30,7 +30,8 @@ class TiledModules:
     Args:
         model: The model; the modules get an instance attribute ``forward`` and lose it again.
         tiles: From the name of a module to its number of tiles. A module inside another one of them runs in the tiles
-            of that one.
+            of that one. Neighbours in an `nn.Sequential` with the same number run as one: the convolution, activation
+            and pooling of one tile before those of the next.
         axis: Of the samples in the tensors that the modules take and give; 1 cuts sequences of modules that act on each
             token alone. None is 1 for batches with fewer samples than tiles, where a module has linear layers,
             normalisations over features and activations alone, else 0.
@@ -66,21 +67,37 @@ class TiledModules:
                 )
             if isinstance(number, bool) or not isinstance(number, int) or number < 2:
                 raise ConfigError(f"{number!r} is no number of tiles for {name!r}.", "Write 2 or more.")
-        outer = {name for name in tiles if not any(_is_inside(name, other) for other in tiles)}
-        self._modules = {name: modules[name] for name in tiles if name in outer}
-        self.left_alone: dict[str, str] = {}
+        outer = {name: n for name, n in tiles.items() if not any(_is_inside(name, other) for other in tiles)}
         checked = WeakKeyDictionary() if checked is None else checked
-        self._forwards = {
-            name: _TiledForward(module, tiles[name], axis, partial(self.left_alone.__setitem__, name), checked)
-            for name, module in self._modules.items()
+        self.left_alone: dict[str, str] = {}
+
+        def tiled(names: Sequence[str], parts: Sequence[nn.Module], n_tiles: int) -> _TiledForward:
+            def leave_alone(reason: str) -> None:
+                self.left_alone.update(dict.fromkeys(names, reason))
+
+            return _TiledForward(parts, n_tiles, axis, leave_alone, checked)
+
+        merged = _neighbours(modules, outer)
+        together = {name for runs in merged.values() for names in runs.values() for name in names}
+        self._names = {name: [name] for name in outer if name not in together}
+        self._forwards: dict[str, Callable[..., Any]] = {
+            name: tiled([name], [modules[name]], outer[name]) for name in self._names
         }
+        for parent, runs in merged.items():
+            self._names[parent] = [name for names in runs.values() for name in names]
+            self._forwards[parent] = _SequentialForward(
+                modules[parent],
+                {at: tiled(names, [modules[n] for n in names], outer[names[0]]) for at, names in runs.items()},
+            )
+        self._modules = {name: modules[name] for name in self._names}
 
     def __enter__(self) -> TiledModules:
         """Replace the modules' forwards."""
         for name, module in self._modules.items():
             if "forward" in vars(module):
-                self.left_alone[name] = "has a forward of its own on the instance"
-            elif name not in self.left_alone:
+                reason = "has a forward of its own on the instance"
+                self.left_alone.update(dict.fromkeys(self._names[name], reason))
+            else:
                 vars(module)["forward"] = self._forwards[name]
         return self
 
@@ -91,22 +108,59 @@ class TiledModules:
                 del vars(module)["forward"]
 
 
+def _neighbours(modules: Mapping[str, nn.Module], tiles: Mapping[str, int]) -> dict[str, dict[int, list[str]]]:
+    """From names of Sequentials to the runs of two and more of their children in as many tiles, by first places."""
+    found: dict[str, dict[int, list[str]]] = {}
+    inside: dict[str, dict[int, str]] = {}
+    for name in tiles:
+        if name and not static_hindrance(modules[name]):
+            inside.setdefault(name.rpartition(".")[0], {})[id(modules[name])] = name
+    for parent, names in inside.items():
+        sequential: Any = modules[parent]
+        if type(sequential).forward is not nn.Sequential.forward:
+            continue
+        numbered = [(at, names.get(id(child), "")) for at, child in enumerate(sequential)]
+        for n_tiles, run in groupby(numbered, lambda placed: tiles.get(placed[1])):
+            first, *others = run
+            if n_tiles is not None and others:
+                found.setdefault(parent, {})[first[0]] = [first[1], *(name for _, name in others)]
+    return found
+
+
 def _is_inside(name: str, other: str) -> bool:
     return name != other and (not other or name.startswith(f"{other}."))
 
 
+class _SequentialForward:
+    """The forward of a Sequential with runs of its children as one, by their first places."""
+
+    def __init__(self, module: Any, runs: Mapping[int, _TiledForward]) -> None:
+        self._module, self._runs = module, runs
+
+    def __call__(self, input: Any) -> Any:
+        until = 0
+        for at, child in enumerate(self._module):
+            if at < until:
+                continue
+            run = self._runs.get(at)
+            input = child(input) if run is None else run(input)
+            until = at + (1 if run is None else run.n_parts)
+        return input
+
+
 class _TiledForward:
-    """The forward of one module, put on the instance; a copy of the module copies this with it."""
+    """The forward of modules that run one after the other, put on the instance; a copy of it copies this with it."""
 
     def __init__(
         self,
-        module: nn.Module,
+        parts: Sequence[nn.Module],
         n_tiles: int,
         axis: int | None,
         leave_alone: Callable[[str], None],
         checked: Checked,
     ) -> None:
-        self._module, self._n_tiles, self._axis = module, n_tiles, axis
+        self.n_parts, self._first, self._n_tiles, self._axis = len(parts), parts[0], n_tiles, axis
+        self._module = parts[0] if len(parts) == 1 else nn.Sequential(*parts)
         self._leave_alone, self._checked = leave_alone, checked
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -123,7 +177,7 @@ class _TiledForward:
     def _trial(self, call: Call, tensors: Sequence[Tensor]) -> Trial:
         """Of the module: its samples are tried once, and where they have no values, its operators."""
         reason = static_hindrance(self._module)
-        known, way = self._checked.setdefault(self._module, {}), (call.axis, call.cut)
+        known, way = self._checked.setdefault(self._first, {}), (self.n_parts, call.axis, call.cut)
         if reason or way in known:
             return Trial(reason) if reason else known[way]
         trial = tried(call, tensors, self._module.buffers())

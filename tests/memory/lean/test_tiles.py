@@ -1,5 +1,7 @@
 """Modules that run in tiles as no plan of the whole fits: which, in how many, and what is left whole."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -92,6 +94,17 @@ def test_modules_that_mix_run_whole():
     net = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, 256), nn.BatchNorm1d(256), nn.ReLU()), nn.Linear(256, 4))
     made, *_ = found_for(net, torch.randn(512, WIDTH), 0.4)
     assert made is None
+
+
+def test_neighbours_between_batch_norms_run_as_one():
+    layers = [nn.Linear(WIDTH, 512), nn.GELU(), nn.Linear(512, WIDTH), nn.BatchNorm1d(WIDTH)]
+    net = nn.Sequential(nn.Sequential(*layers, *[copy.deepcopy(layer) for layer in layers]), nn.Linear(WIDTH, 4))
+    x = torch.randn(512, WIDTH)
+    made, plain, budget_bytes = found_for(net, x, 0.4)
+    assert set(made.tiles.tiles) == {f"0.{i}" for i in (0, 1, 2, 4, 5, 6)}
+    assert made.account.floor_bytes <= budget_bytes < plain.floor_bytes
+    made.step.step(step)(net, x).backward()
+    assert made.step.left_alone == {}
 
 
 def test_tokens_that_may_mix_are_not_cut():

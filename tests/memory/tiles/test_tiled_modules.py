@@ -353,6 +353,54 @@ def test_a_module_inside_another_runs_in_its_tiles():
     agree(found, wanted)
 
 
+def normed():
+    """Two runs of a Sequential between its BatchNorms; the second has a ReLU of the first."""
+    relu = nn.ReLU()
+    first = [nn.Conv2d(3, 8, 3, padding=1), relu, nn.MaxPool2d(2)]
+    second = [nn.Dropout(0.3), relu, nn.Conv2d(8, 4, 3), nn.Sigmoid()]
+    return nn.Sequential(*first, nn.BatchNorm2d(8), *second, nn.BatchNorm2d(4))
+
+
+def test_neighbours_run_as_one_tile_by_tile():
+    module, x = normed(), torch.randn(10, 3, 12, 12)
+    net, twin = Around(module, x), Around(copy.deepcopy(module), x)
+    wanted = results(net, x)
+    seen = []
+    convolution = nn.Conv2d.forward
+
+    def forward(conv, x):
+        seen.append((conv.in_channels, len(x)))
+        return convolution(conv, x)
+
+    names = [f"module.{i}" for i in (0, 1, 2, 4, 6, 7)]
+    with TiledModules(net, dict.fromkeys(names, 5)) as tiled, pytest.MonkeyPatch.context() as patch:
+        results(net, x)  # tries them
+        patch.setattr(nn.Conv2d, "forward", forward)
+        found = results(net, x)
+        assert "forward" in vars(module)
+        assert not any("forward" in vars(child) for child in module)
+    assert seen == [(channels, 2) for channels in (3, 8, 8, 3) for _ in range(5)]
+    assert tiled.left_alone == {}
+    agree(found, wanted, 1e-5)  # BatchNorm divides by a small deviation
+    assert "forward" not in vars(module)
+    with TiledModules(twin, dict.fromkeys(names, 5)):
+        copied = copy.deepcopy(twin)
+        with torch.no_grad():
+            for parameter in copied.module.parameters():
+                parameter.zero_()
+        assert not copied(x).any()
+
+
+def test_a_run_of_neighbours_that_mix_is_left_alone_under_all_names():
+    module, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), BatchMean(6, 6), nn.Tanh()), torch.randn(12, 6)
+    net = Around(module, x)
+    wanted = results(net, x)
+    with TiledModules(net, {"module.0": 4, "module.1": 4, "module.2": 3, "module.3": 3}) as tiled:
+        found = results(net, x)
+    assert set(tiled.left_alone) == {"module.2", "module.3"}
+    agree(found, wanted)
+
+
 def test_a_checkpointed_module():
     module, x = conv(), torch.randn(10, 3, 12, 12, requires_grad=True)
     module(x).sum().backward()
