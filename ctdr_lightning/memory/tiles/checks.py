@@ -214,7 +214,9 @@ def _drawn(call: Call, tensors: Sequence[Tensor], owned: Sequence[Tensor]) -> li
 
 
 def _same_numbers(tensor: Tensor) -> AbstractContextManager[None]:
-    """Random numbers drawn inside are drawn again outside."""
+    """Random numbers drawn inside are drawn again outside; fakes draw none."""
+    if isinstance(tensor, FakeTensor):
+        return nullcontext()
     return torch.random.fork_rng(devices=[tensor.device] if tensor.device.type == "cuda" else [])
 
 
