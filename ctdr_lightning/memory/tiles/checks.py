@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from ctdr_lightning.basics.torch_private import (
     tree_leaves,
 )
 from ctdr_lightning.memory.tiles.draws import axis_of_samples, drawn_shape
+from ctdr_lightning.memory.tiles.needless import Needless, needless_operators
 from ctdr_lightning.memory.tiles.tiled_run import Call, no_cast_cache, run_in_tiles
 from ctdr_lightning.memory.values.op_traits import COLLECTIVE, UNPROVEN, pin_reason_of_call, traits
 
@@ -53,10 +55,12 @@ class Trial:
     Attributes:
         reason: Why a call may not run in tiles; empty where it may.
         random_axes: Of the samples in the numbers of its random operators, as `DrawnOnce` takes them.
+        needless: Its operators, and those that its backward can do without.
     """
 
     reason: str = ""
     random_axes: tuple[int | None, ...] = ()
+    needless: Needless = ()
 
 
 class _Watch(OpMode):
@@ -183,14 +187,18 @@ def _tried(call: Call, tensors: Sequence[Tensor], owned: Sequence[Tensor]) -> Tr
     n_samples = n_tried(call.n_samples)
     few = [t.detach() for t in call.pieces(tensors, 0, n_samples)]
     call = replace(call, n_samples=n_samples, n_tiles=2)
-    call = replace(call, random_axes=_random_axes(call, few, owned))
+    call = replace(call, random_axes=_random_axes(call, few, owned), unmade=math.nan)
+    graded = _graded(few)
+    with _same_numbers(few[0]):
+        needless = needless_operators(lambda: call.outputs(graded))
     if any(isinstance(tensor, FakeTensor) for tensor in few):
-        return Trial("", call.random_axes)
-    whole, parts = (_results(replace(call, n_tiles=n), few) for n in (1, 2))
-    rounds = torch.is_autocast_enabled(few[0].device.type)
-    if len(whole) != len(parts) or not all(_alike(a, b, rounds) for a, b in zip(whole, parts, strict=True)):
-        return Trial("gives other results in parts: its samples mix")
-    return Trial("", call.random_axes)
+        return Trial("", call.random_axes, needless)
+    whole = _results(replace(call, n_tiles=1), few)
+    # the second without needless: a function of the module's own may keep tensors where autograd does not see them
+    for found in (needless, ()):
+        if _all_alike(whole, _results(replace(call, needless=found), few), few[0].device.type):
+            return Trial("", call.random_axes, found)
+    return Trial("gives other results in parts: its samples mix")
 
 
 def _random_axes(call: Call, few: Sequence[Tensor], owned: Sequence[Tensor]) -> tuple[int | None, ...]:
@@ -226,7 +234,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 def _results(call: Call, tensors: Sequence[Tensor]) -> list[Tensor | None]:
     """Outputs and gradients."""
-    given = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
+    given = _graded(tensors)
     with _same_numbers(given[0]):
         outputs = call.outputs(given)[0] if call.n_tiles == 1 else tree_leaves(run_in_tiles(call, given))
     _check_outputs(call, outputs)
@@ -235,6 +243,10 @@ def _results(call: Call, tensors: Sequence[Tensor]) -> list[Tensor | None]:
     if not (graded and wanted):
         return [*outputs]
     return [*outputs, *torch.autograd.grad(graded, wanted, [_slope(o) for o in graded], allow_unused=True)]
+
+
+def _graded(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
 
 
 def _check_outputs(call: Call, outputs: Sequence[Any]) -> None:
@@ -253,6 +265,11 @@ def _slope(output: Tensor) -> Tensor:
         .reshape(output.shape)
         .to(output.dtype)
     )
+
+
+def _all_alike(whole: Sequence[Tensor | None], parts: Sequence[Tensor | None], device: str) -> bool:
+    rounds = torch.is_autocast_enabled(device)
+    return len(whole) == len(parts) and all(_alike(a, b, rounds) for a, b in zip(whole, parts, strict=True))
 
 
 def _alike(whole: Tensor | None, parts: Tensor | None, rounds: bool) -> bool:

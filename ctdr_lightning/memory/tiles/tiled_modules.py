@@ -17,8 +17,9 @@ from ctdr_lightning.basics.torch_private import FakeTensor, is_transformed, top_
 from ctdr_lightning.memory.tiles.checks import Trial, acts_on_tokens, static_hindrance, tried
 from ctdr_lightning.memory.tiles.tiled_run import Call, run_in_tiles
 
-# From the first of modules that run as one to their number and how they were cut, and for each the trial's result.
-Checked = MutableMapping[nn.Module, dict[tuple[int, int, tuple[bool, ...]], Trial]]
+# From the first of modules that run as one to their number, how they were cut and which of their weights are trained,
+# and for each the trial's result.
+Checked = MutableMapping[nn.Module, dict[tuple[int, int, tuple[bool, ...], tuple[bool, ...]], Trial]]
 
 
 class TiledModules:
@@ -172,12 +173,13 @@ class _TiledForward:
         if trial.reason:
             self._leave_alone(trial.reason)
             return self._whole(*args, **kwargs)
-        return run_in_tiles(replace(call, random_axes=trial.random_axes), tensors)
+        return run_in_tiles(replace(call, random_axes=trial.random_axes, needless=trial.needless), tensors)
 
     def _trial(self, call: Call, tensors: Sequence[Tensor]) -> Trial:
         """Of the module: its samples are tried once, and where they have no values, its operators."""
         reason = static_hindrance(self._module)
-        known, way = self._checked.setdefault(self._first, {}), (self.n_parts, call.axis, call.cut)
+        trained = tuple(parameter.requires_grad for parameter in self._module.parameters())
+        known, way = self._checked.setdefault(self._first, {}), (self.n_parts, call.axis, call.cut, trained)
         if reason or way in known:
             return Trial(reason) if reason else known[way]
         trial = tried(call, tensors, self._module.buffers())

@@ -2,14 +2,15 @@
 
 As in ALST's tiled MLP (2506.13996) and MsT (2407.15892), for any module whose samples do not mix. The forward keeps
 inputs and outputs alone; the backward runs the forward of a tile and differentiates it before it goes on to the next,
-so that the largest tensors inside are those of one tile. Costs one more forward of the module. Gradients of weights are
+so that the largest tensors inside are those of one tile. Costs one more forward of the module, less the operators that
+the backward does not need. Gradients of weights are
 summed over tiles, which changes them by rounding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ctdr_lightning.basics.torch_private import tree_flatten, tree_unflatten
+from ctdr_lightning.basics.torch_private import OpMode, tree_flatten, tree_unflatten
 from ctdr_lightning.memory.tiles.draws import DrawnOnce
+from ctdr_lightning.memory.tiles.needless import Needless, OtherOperators, WithoutNeedless
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Call:
         n_tiles: Number of tiles.
         parameters: Of the module, those that are trained.
         random_axes: Of the samples in the numbers that each random operator draws, as `DrawnOnce` takes them.
+        needless: Its operators, and those that its backward can do without.
+        unmade: As for `WithoutNeedless`.
     """
 
     run: Callable[..., Any]
@@ -48,6 +52,8 @@ class Call:
     n_tiles: int
     parameters: tuple[Tensor, ...]
     random_axes: tuple[int | None, ...] = ()
+    needless: Needless = ()
+    unmade: float | None = None
 
     @property
     def n_rows(self) -> int:
@@ -71,12 +77,25 @@ class Call:
         args, kwargs = tree_unflatten(leaves, self.nest)
         return tree_flatten(self.run(*args, **kwargs))
 
-    def of_tile(self, tensors: Sequence[Tensor], begin: int, n_rows: int, drawn: list[Tensor]) -> tuple[list[Any], Any]:
-        """The same of one tile, on its tensors and the random numbers that were drawn for all."""
-        if not self.random_axes:  # a mode costs some microseconds an operator
+    def of_tile(
+        self, tensors: Sequence[Tensor], begin: int, n_rows: int, drawn: list[Tensor], *modes: OpMode
+    ) -> tuple[list[Any], Any]:
+        """The same of one tile, on its tensors and the random numbers that were drawn for all, within such modes."""
+        with ExitStack() as stack:
+            if self.random_axes:  # a mode costs some microseconds an operator
+                stack.enter_context(DrawnOnce(self.random_axes, drawn, self.n_samples, begin, n_rows))
+            for mode in modes:
+                stack.enter_context(mode)
             return self.outputs(tensors)
-        with DrawnOnce(self.random_axes, drawn, self.n_samples, begin, n_rows):
-            return self.outputs(tensors)
+
+    def of_tile_again(self, tensors: Sequence[Tensor], begin: int, n_rows: int, drawn: list[Tensor]) -> list[Any]:
+        """The outputs of one tile for its backward, which may need no values of them."""
+        if any(needless for _, needless in self.needless):
+            try:
+                return self.of_tile(tensors, begin, n_rows, drawn, WithoutNeedless(self.needless, self.unmade))[0]
+            except OtherOperators:  # the module's own code went another way than in the trial
+                pass
+        return self.of_tile(tensors, begin, n_rows, drawn)[0]
 
 
 @contextmanager
@@ -159,7 +178,7 @@ def _of_tile(
     device, dtype, enabled = ctx.autocast
     own = [t.detach().requires_grad_(need) for t, need in zip(call.pieces(tensors, *tile), needed, strict=False)]
     with torch.enable_grad(), torch.autocast(device, dtype=dtype, enabled=enabled):
-        outputs, _ = call.of_tile(own, *tile, drawn)
+        outputs = call.of_tile_again(own, *tile, drawn)
     pairs = [(o, s) for o, s in zip(outputs, slopes, strict=True) if s is not None and o.requires_grad]
     del outputs
     inputs = [tensor for tensor, need in zip((*own, *call.parameters), needed, strict=True) if need]

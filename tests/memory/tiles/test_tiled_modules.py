@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.basics.torch_private import OpMode
 from ctdr_lightning.memory import Tape, plan, record, record_fake, simulate
 from ctdr_lightning.memory.tiles.tiled_modules import TiledModules
 from ctdr_lightning.memory.values.live_bytes import PeakMeter
@@ -271,6 +272,80 @@ def test_random_numbers_do_not_depend_on_the_tiles_to_the_bit():
         out.sin().sum().backward()
         found.append((out, x.grad, torch.get_rng_state()))
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+class Counted(OpMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+def ops_of_backward(net, x, n_tiles):
+    tiles = TiledModules(net, {"module": n_tiles})
+    with tiles:
+        step(net, x).backward()  # tries the module
+        loss = step(net, x)
+    with Counted() as counted:
+        loss.backward()
+    assert tiles.left_alone == {}
+    return counted.names
+
+
+def test_what_the_backward_does_not_need_is_not_made_again():
+    for dropout in (nn.Dropout(0.5), NativeDropout(6, 6)):
+        mlp = nn.Sequential(nn.Linear(6, 32), nn.GELU(), nn.Linear(32, 6), dropout)
+        names = ops_of_backward(Around(mlp, None), torch.randn(4, 9, 6), 2)
+        n_linear = 2 if isinstance(dropout, nn.Dropout) else 4  # the last one's input is saved for its weight
+        assert names.count("addmm") == n_linear
+        assert names.count("gelu") == 2
+
+
+def test_frozen_weights_need_less():
+    mlp = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 32), nn.Linear(32, 6)).requires_grad_(False)
+    net = Around(mlp, None)
+    for trained, n in ((False, 2), (True, 4), (False, 2)):  # the last needs the second's results for its weight
+        mlp[3].requires_grad_(trained)
+        assert ops_of_backward(net, torch.randn(8, 6), 2).count("addmm") == n
+
+
+class Keeping(torch.autograd.Function):
+    """Keeps a tensor where autograd does not see it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.kept = x
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx, slope):
+        return slope * ctx.kept.exp()
+
+
+class Kept(nn.Linear):
+    def forward(self, x):
+        return Keeping.apply(super().forward(x))
+
+
+class TwoWays(nn.Linear):
+    """Goes another way for many samples than for the few of a trial."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y.sin() if len(x) > 14 else y.tanh().add(1)
+
+
+@pytest.mark.parametrize("module", [Kept(6, 5), TwoWays(6, 5)])
+def test_what_is_needed_unseen_is_made_again(module):
+    net, x = Around(module, None), torch.randn(60, 6)
+    wanted = results(net, x)
+    with TiledModules(net, {"module": 4}) as tiled:
+        found = results(net, x)
+    assert tiled.left_alone == {}
+    agree(found, wanted)
 
 
 @pytest.mark.parametrize("case", MIXED)
