@@ -184,11 +184,9 @@ def measured(name: str, share: float, rounds: int) -> Measured:
     runs = [lambda: _gradients(net, lambda: _loss(net, batch).backward()), lambda: _gradients(net, run)]
     (_, plain_s), (_, lean_s) = in_turns(runs, rounds, warm_up=True)
     planned = plain.floor_bytes / peak_bytes
-    foreseen, measured_peak = made.peak_bytes / peak_bytes, found_bytes / peak_bytes
+    foreseen, true = made.peak_bytes / peak_bytes, found_bytes / peak_bytes
     tiles, slowdown = _in_short(lean.step), lean_s / plain_s
-    return Measured(
-        name, samples, "measured", peak_bytes, planned, tiles, foreseen, measured_peak, slowdown, difference
-    )
+    return Measured(name, samples, "measured", peak_bytes, planned, tiles, foreseen, true, slowdown, difference)
 
 
 def _gradients(net: nn.Module, run: Callable[[], object]) -> Tensor:

@@ -51,6 +51,7 @@ from ctdr_lightning.memory.planner import resolve_budget
 from ctdr_lightning.memory.recorder.gpu_workspace import beside_the_step
 from ctdr_lightning.memory.recorder.precision import PRECISIONS
 from ctdr_lightning.memory.traces.optimizer import NO_OPTIMIZER, OptimizerBytes
+from ctdr_lightning.memory.traces.trace import LEAN
 
 if TYPE_CHECKING:
     from ctdr_lightning.trainer.training_step.sub_batches.peaks import SubBatchPeaks
@@ -95,7 +96,8 @@ def _plan(options: argparse.Namespace) -> None:
     except InfeasibleBudgetError as error:
         raise _advised(error, account, options, step, batch) from error
     plain = simulate(account.whole)
-    print(parts, *(f"{line}\n" for line in step.lean), sep="", end="")
+    lean = account.step.meta.get(LEAN)
+    print(parts, f"{lean}\n" if lean else "", sep="", end="")
     print(f"Plain step: peak {format_bytes(plain.peak_bytes)}, {format_seconds(plain.seconds)}.")
     _say(made, options)
     if options.html:
@@ -123,19 +125,17 @@ def _advised(
 
 @dataclass(frozen=True)
 class _Step:
-    """The model as the options decompose it, the account of a batch, the report on its layers, and what is left out."""
+    """The model as the options decompose it, the account of a batch and the report on its layers."""
 
     model: nn.Module
     account: Callable[[Any, bool], BatchAccount]
     report: Report | None
-    lean: list[str]
 
 
 def _step(options: argparse.Namespace) -> _Step:
     model, taken, report = _training(options)
     run = step_of(model, spare=bool(options.data))
     limit_bytes = resolve_budget(options.budget, "cpu").peak_bytes if options.budget else None
-    lean: list[str] = []
 
     def recorded(batch: Any, lean_step: LeanStep) -> BatchAccount:
         trace = record_fake(model, batch, lean_step.step(run), device=options.device, precision=options.precision)
@@ -145,10 +145,9 @@ def _step(options: argparse.Namespace) -> _Step:
         plain, policy = recorded(batch, LeanStep()), options.policy or "auto"
         lean_bytes = limit_bytes if options.rounding else None
         found = choose_lean(model, partial(recorded, batch), lean_bytes, plain=plain, policy=policy, tiles=tiles)
-        lean[:] = [str(found)] if found is not None else []
         return found.account if found is not None else plain
 
-    return _Step(model, account, report, lean)
+    return _Step(model, account, report)
 
 
 def _recorded(options: argparse.Namespace, step: _Step, batch: Any) -> tuple[BatchAccount, str]:

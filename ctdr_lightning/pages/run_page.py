@@ -9,6 +9,7 @@ from functools import partial
 from ctdr_lightning.basics.units import GIB, format_bytes, format_seconds
 from ctdr_lightning.memory import Plan, simulate
 from ctdr_lightning.memory.simulator.timeline import Timeline
+from ctdr_lightning.memory.traces.trace import LEAN
 from ctdr_lightning.pages.charts import Axis, Curve, Format, line_chart
 from ctdr_lightning.pages.layer_section import layer_section, owner_of
 from ctdr_lightning.pages.markup import Markup, element, filled_columns, table
@@ -84,7 +85,8 @@ def predicted_peak_bytes(parts: RunParts) -> float:
 def _lead(parts: RunParts) -> str:
     if parts.plan is None:
         return "Nothing was planned: no step was recorded, or it fits without a plan."
-    return parts.plan.explain().splitlines()[0]
+    lean = parts.plan.trace.meta.get(LEAN)
+    return " ".join([parts.plan.explain().splitlines()[0], *([lean] if lean else [])])
 
 
 def _headline(parts: RunParts) -> dict[str, str]:

@@ -18,7 +18,7 @@ from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.recorder.size_watch import SizeWatch
 from ctdr_lightning.memory.simulator.schedule import simulate
 from ctdr_lightning.memory.traces.foreseen import Sizes, foreseen
-from ctdr_lightning.memory.traces.trace import Trace
+from ctdr_lightning.memory.traces.trace import LEAN, Trace
 
 # A plan for less than this much more than the step has of bytes drops hardly anything that it need not.
 NEAR = 0.97
@@ -106,7 +106,7 @@ def _as_seen(plan: Plan, foreseen: Trace, seen: Trace) -> Plan:
     resident_bytes = known.resident_bytes - foreseen.resident_bytes + seen.resident_bytes
     trace = replace(
         known, ops=seen.ops, values=seen.values, storages=(*seen.storages, *beside), resident_bytes=resident_bytes,
-        meta=seen.meta,
+        meta={key: note for key, note in known.meta.items() if key == LEAN} | seen.meta,
     )  # fmt: skip
     return replace(plan, timeline=simulate(trace, plan.timeline.actions), bound_seconds=0.0)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -11,6 +11,7 @@ from ctdr_lightning.memory.account.batch import BatchAccount
 from ctdr_lightning.memory.lean.lean_step import LeanStep
 from ctdr_lightning.memory.lean.outputs import LeftOut, left_out
 from ctdr_lightning.memory.lean.tiles import InTiles, found_tiles
+from ctdr_lightning.memory.traces.trace import LEAN
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,10 @@ class LeanChoice:
 
     @property
     def account(self) -> BatchAccount:
-        """The batch in such a step."""
+        """The batch in such a step; its trace says how it is leaner."""
         last = self.tiles or self.outputs
         assert last is not None
-        return last.account
+        return replace(last.account, step=last.account.step.with_note(LEAN, str(self)))
 
     @property
     def step(self) -> LeanStep:

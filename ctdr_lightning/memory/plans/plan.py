@@ -36,7 +36,7 @@ from ctdr_lightning.memory.simulator.actions import (
 from ctdr_lightning.memory.simulator.schedule import simulate
 from ctdr_lightning.memory.simulator.timeline import Timeline
 from ctdr_lightning.memory.simulator.transfers import Transfers
-from ctdr_lightning.memory.traces.trace import Trace
+from ctdr_lightning.memory.traces.trace import LEAN, Trace
 
 PLAN_VERSION = 6
 Option = int | float | str | bool
@@ -222,7 +222,7 @@ class Plan(MadeOnce):
         return self.seconds / self.bound_seconds - 1 if self.bound_seconds else float("inf")
 
     def explain(self) -> str:
-        """The plan in words: a summary, then one sentence a decision, the largest first."""
+        """The plan in words: a summary, how the step is leaner than a plain one, then the decisions by size."""
         budget = f", budget {format_bytes(self.budget_bytes)}" if self.budget_bytes else ""
         gap = f", at most {self.gap:.1%} above the best possible" if self.bound_seconds else ""
         head = (
@@ -230,7 +230,8 @@ class Plan(MadeOnce):
             f"{format_seconds(self.seconds)}, of it {format_seconds(self.recompute_seconds)} recomputation{gap}."
         )
         order = sorted(self.decisions, key=lambda d: -d.n_bytes)
-        return "\n".join([head, *(d.sentence() for d in order)])
+        lean = self.trace.meta.get(LEAN)
+        return "\n".join([head, *([lean] if lean else []), *(d.sentence() for d in order)])
 
     def __eq__(self, other: object) -> bool:
         """Whether both are the same actions for the same step, made for the same budget by the same policy."""

@@ -24,6 +24,7 @@ from ctdr_lightning.memory.traces.machine import CodecCost, Link
 TRACE_VERSION = 5
 # 256 TiB: a larger number in a file is damage.
 MAX_BYTES = 2**48
+LEAN = "lean"  # the key of a trace's notes on outputs that are not made and modules that run in tiles
 WEIGHT = "a weight"  # the pin of a parameter that requires grad
 WRITTEN_UNSEEN = "written by a kernel that torch does not see"
 CAME_BACK_OTHERWISE = "came back with other contents when it was made again"
@@ -243,6 +244,15 @@ class Trace(MadeOnce):
         return replace(
             self, values=tuple(replace(v, saves=saves) if i == value else v for i, v in enumerate(self.values))
         )
+
+    def with_note(self, key: str, text: str) -> Trace:
+        """A copy with one more note.
+
+        Args:
+            key: Of the note.
+            text: The note; an empty one is left out.
+        """
+        return replace(self, meta={**self.meta, key: text}) if text else self
 
     def with_machine(self, links: Iterable[Link] = (), codecs: Iterable[CodecCost] = ()) -> Trace:
         """The same trace on a machine with further links and codecs.

@@ -25,6 +25,7 @@ from ctdr_lightning.memory.many_shapes import ManyShapes
 from ctdr_lightning.memory.policies import Budget
 from ctdr_lightning.memory.traces.foreseen import FORESEEN
 from ctdr_lightning.memory.traces.machine import Link
+from ctdr_lightning.memory.traces.trace import LEAN
 from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.training_step.advice import Adviser, optimizer_does_not_fit
 from ctdr_lightning.trainer.training_step.bytes_beside import BytesBeside
@@ -113,7 +114,8 @@ class BatchPlanner:
     def _on_machine(self, trace: Trace) -> Trace:
         if self._links is None:
             self._links = self._places.links()
-        return trace.with_machine(self._links, self._places.codec_costs(trace))
+        noted = trace.with_note(LEAN, self.lean)
+        return noted.with_machine(self._links, self._places.codec_costs(trace))
 
     def _best(self, account: BatchAccount) -> Plan:
         options, trace = self._options, account.standing

@@ -82,6 +82,7 @@ def test_a_budget_that_logits_break_is_kept_without_them(plain, rank):
     assert max(found[2].bytes) <= TIGHT
     assert callback.run.memory.last_plan.keeps_all
     assert any("output of head is not made: its loss is taken in 5 chunks" in event for event in events_of(callback))
+    assert "output of head is not made" in callback.run.memory.last_plan.explain()
     assert "forward" not in vars(found[0].head)
 
 

@@ -26,12 +26,12 @@ class Centred(nn.Sequential):
 class Wide(LightningModule):
     """One sample a batch, and by default a BatchNorm, either of which keeps it from running in parts."""
 
-    def __init__(self, block=nn.Sequential, norm=nn.BatchNorm1d):
+    def __init__(self, block=nn.Sequential, norm=nn.BatchNorm1d, dropout=0.0):
         super().__init__()
         self.losses = []
         self.first, self.norm = nn.Linear(WIDTH, WIDTH), norm(LENGTH) if norm is nn.BatchNorm1d else norm(WIDTH)
         self.blocks = nn.ModuleList(
-            block(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)) for _ in range(2)
+            block(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH), nn.Dropout(dropout)) for _ in range(2)
         )
         self.head = nn.Linear(WIDTH, 1)
 
@@ -76,6 +76,16 @@ def test_a_budget_that_no_plan_of_the_whole_keeps(plain, options):
     assert max(found[2].bytes[1:]) <= TIGHT
     assert not any("differ" in words.lower() for words in events_of(callback))
     assert "forward" not in vars(found[0].blocks[0])
+
+
+def test_dropout_inside_draws_the_numbers_of_the_plain_run():
+    wanted = trained(dropout=0.2)
+    callback = CTDRCallback(memory_budget=TIGHT, rank=None, verbose=False)
+    found = trained(callback, dropout=0.2)
+    agree(found, wanted)
+    assert max(found[2].bytes[1:]) <= TIGHT
+    (lean,) = [line for line in callback.run.memory.last_plan.explain().splitlines() if "tiles" in line]
+    assert lean.startswith("blocks.0 and 1 other module run in 4 tiles each")
 
 
 def test_modules_run_whole_where_they_fit(plain):
