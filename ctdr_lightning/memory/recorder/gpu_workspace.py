@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from ctdr_lightning.basics.devices import DeviceModel
+from ctdr_lightning.basics.torch_private import OpOverload
 from ctdr_lightning.basics.units import format_bytes
+from ctdr_lightning.memory.values.op_traits import traits
 
 MODELLED = "modelled: cuDNN turns 16-bit convolutions in NCHW around; all others are counted as 0"
 _HANDLES = 2
@@ -28,6 +30,7 @@ _KIB = 1024
 _HOPPER = (9, 0)
 _TENSOR_CORES = (7, 0)
 _FP32_BYTES = 4
+_TARGET_AND_MASKS_BYTES = 11  # of a row: an index of 8 bytes, and three flags
 
 
 def cublas_bytes(gpu: DeviceModel) -> int:
@@ -66,6 +69,25 @@ def convolution_workspace_bytes(gpu: DeviceModel, name: str, args: tuple[Any, ..
         return summed
     result_bytes = args[0].nbytes if backward else _result_bytes(image, weight, args)
     return int(summed + image.nbytes + weight.nbytes + result_bytes)
+
+
+def chunked_loss_bytes(func: OpOverload, args: tuple[Any, ...]) -> int:
+    """Bytes inside `torch.nn.functional.linear_cross_entropy`, by torch's own code; 0 for any other op.
+
+    A chunk of logits and its row sums, the weight, target and masks of every row, and the gradient of the weight once
+    more, unless the policy is to save that (torch/nn/modules/linear_cross_entropy.py, `_ChunkContext`).
+
+    Args:
+        func: The op.
+        args: The call's arguments.
+    """
+    if not traits(func).name.startswith("torch_nn._linear_cross_entropy"):
+        return 0
+    given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False))
+    rows, weight, chunk = given["input"].shape[0], given["linear_weight"], given["batch_chunk_size"]
+    item = given["acc_dtype"].itemsize
+    again = 0 if given["acc_policy"] == "compact" else item * weight.numel()
+    return int(chunk * (weight.shape[0] + 2) * item + rows * (item + _TARGET_AND_MASKS_BYTES) + again)
 
 
 def _is_nhwc(tensor: Tensor) -> bool:

@@ -34,7 +34,7 @@ from ctdr_lightning.basics.torch_private import (
     tree_flatten,
     tree_map_only,
 )
-from ctdr_lightning.memory.recorder.gpu_workspace import MODELLED, convolution_workspace_bytes
+from ctdr_lightning.memory.recorder.gpu_workspace import MODELLED, chunked_loss_bytes, convolution_workspace_bytes
 from ctdr_lightning.memory.recorder.on_cpu import LAYER_BACKWARD, with_workspace
 from ctdr_lightning.memory.tape.clock import CpuClock, Timed
 from ctdr_lightning.memory.values.op_traits import is_float, may_run_on_dummies, traits
@@ -171,7 +171,7 @@ class WorkspaceProbe:
             if copied:
                 self._known[index] = copied
         elif self.gpu is not None:
-            taken = convolution_workspace_bytes(self.gpu, name, args)
+            taken = convolution_workspace_bytes(self.gpu, name, args) or chunked_loss_bytes(func, args)
             if taken:
                 self._known[index] = taken
         elif not self.other and tensors and not needs_no_workspace(func, args, kwargs):

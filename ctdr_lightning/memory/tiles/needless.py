@@ -1,8 +1,8 @@
 """Operators of a tile that its backward does not need: they are not run again, as under a plan.
 
 The backward of a tile needs what autograd saved, and not the outputs: the last product of an MLP is half of its
-forward. A trial notes the operators of a forward, which tensors autograd saves, and so the operators on which none of
-these depends. When a tile is made again, these give one uninitialised number, expanded to their shape.
+forward. A trial notes the operators of a forward and the tensors that autograd saves; needless is what these do not
+depend on. When a tile is made again, these give one uninitialised number, expanded to their shape.
 """
 
 from __future__ import annotations

@@ -168,6 +168,9 @@ def _out_of_place(func: OpOverload) -> OpOverload | None:
     return getattr(packet, func._overloadname, None) if packet is not None else None
 
 
+TORCHS = ("aten", "torch_nn")  # namespaces; the second has losses that are written in Python
+
+
 def may_run_on_dummies(func: OpOverload, tensors: Sequence[Tensor]) -> bool:
     """Whether a call may be run once more on made-up contents: torch's own, without effects, and safe on them.
 
@@ -178,7 +181,7 @@ def may_run_on_dummies(func: OpOverload, tensors: Sequence[Tensor]) -> bool:
         func: The op.
         tensors: All that it takes; they may be fake.
     """
-    ours = isinstance(func, OpOverload) and func.namespace == "aten" and traits(func).pin != COLLECTIVE
+    ours = isinstance(func, OpOverload) and func.namespace in TORCHS and traits(func).pin != COLLECTIVE
     return ours and all(has_storage(t) and t.numel() and (is_float(t.dtype) or t.dtype in _INDICES) for t in tensors)
 
 

@@ -41,6 +41,8 @@ class OpTrial:
             out: The call's result; fake tensors prove nothing.
         """
         op = traits(self._func)
+        if not all(has_contents(t) for t in _tensors(out)):
+            return  # nothing ran; what was proven stays proven
         if not op.unproven:
             if not op.pin and not _equal(self._generators, _generators()):
                 op.tried(_RANDOM)
@@ -70,7 +72,11 @@ class OpTrial:
 
 
 def _prints(out: Any) -> list[Any]:
-    return [of_tensor(t) for t in tensors_in(out if isinstance(out, (tuple, list)) else (out,))]
+    return [of_tensor(t) for t in _tensors(out)]
+
+
+def _tensors(out: Any) -> list[Tensor]:
+    return list(tensors_in(out if isinstance(out, (tuple, list)) else (out,)))
 
 
 def _generators() -> list[Tensor]:

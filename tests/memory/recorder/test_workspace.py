@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from ctdr_lightning.basics.devices import DeviceModel
@@ -150,6 +151,28 @@ def test_a_profiler_that_cannot_run_does_not_stop_the_step(monkeypatch):
     module = net(4)
     trace = record(lambda: module(torch.randn(2, 3, 8, 8)).sum())
     assert trace.meta["workspaces"] == "not measured: Resource temporarily unavailable"
+
+
+@pytest.mark.parametrize(("rows", "words"), [(2048, 8000), (16384, 8000), (8192, 32000)])
+def test_a_chunked_loss_has_chunks_of_logits(rows, words):
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.hidden, self.weight = nn.Linear(64, 64), nn.Parameter(torch.randn(words, 64))
+
+    net, batch = Head(), (torch.randn(rows, 64), torch.randint(words, (rows,)))
+
+    def step(net, batch):
+        options = nn.LinearCrossEntropyOptions()
+        return F.linear_cross_entropy(net.hidden(batch[0]), net.weight, batch[1], options=options)
+
+    true = peak_of(record(lambda: step(net, batch)))
+    assert peak_of(record_fake(net, batch, step)) == true
+    assert true <= peak_of(record_fake(net, batch, step, device="a100")) <= 1.001 * true
+
+
+def peak_of(trace):
+    return simulate(trace).peak_bytes
 
 
 def test_another_devices_step_runs_no_kernel_of_this_one_and_says_what_is_not_known(monkeypatch):

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
 
+from ctdr_lightning.memory import record_fake
 from ctdr_lightning.memory.values.op_traits import UNPROVEN, pin_reason_of_call, traits
 from ctdr_lightning.memory.values.op_trial import OpTrial
 
@@ -92,6 +94,18 @@ def test_tensors_without_contents_prove_nothing():
     trial = OpTrial(op, (x,), {})
     trial.judge(op(x))
     assert pin_reason_of_call(op, (x,), {}) == UNPROVEN
+
+
+def test_a_proven_operator_on_fake_tensors():
+    """Generators are real tensors, which a mode of fake tensors would not compare."""
+    op = declared("proven", lambda x: x * 2)
+    torch.library.register_fake("trial::proven", torch.empty_like, lib=LIB)
+    trial = OpTrial(op, (torch.ones(3),), {})
+    trial.judge(op(torch.ones(3)))
+    net = nn.Linear(3, 3)
+    fake = record_fake(net, torch.ones(2, 3), lambda net, x: net(x).sum() + op(x).sum())
+    assert "trial.proven.default" in [found.name for found in fake.ops]
+    assert pin_reason_of_call(op, (torch.ones(3),), {}) == ""
 
 
 def test_torchs_own_operators_say_what_they_draw():
