@@ -151,7 +151,7 @@ _BELOW_FLOOR = 0.9  # a budget of a share that a plan of the whole keeps would n
 SMALL: dict[str, tuple[Callable[[], nn.Module], int, tuple[int, ...]]] = {
     "LeNet": (FULL["LeNet"].build, 1024, (1, 28, 28)),
     "AlexNet's convolutions": (partial(_small_head, "alexnet", 256), 32, (3, 224, 224)),
-    "VGG-16's convolutions": (partial(_small_head, "vgg16", 512), 16, (3, 112, 112)),
+    "VGG-16's convolutions": (partial(_small_head, "vgg16", 512), 8, (3, 224, 224)),
 }
 
 
