@@ -9,8 +9,9 @@
     ctdr report outputs/digits -o report.html
     ctdr recipes run digits ctdr.rank=0.1
 
-A model is named ``module:callable``; the callable is imported, from the current folder too, and called without
-arguments. A LightningModule runs its own ``training_step``.
+A model is named ``module:callable``, with arguments where it takes some: ``my_project:net(depth=6)``; the callable is
+imported, from the current folder too. ``torchvision:NAME``, ``timm:NAME`` and ``transformers:CONFIG.json`` are models
+of these libraries. A LightningModule runs its own ``training_step``.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from ctdr_lightning.basics.errors import ConfigError, CTDRError, InfeasibleBudge
 from ctdr_lightning.basics.files import write_text
 from ctdr_lightning.basics.units import format_bytes, format_seconds, parse_bytes
 from ctdr_lightning.command_line.batches import Input, from_data, from_inputs, resized
+from ctdr_lightning.command_line.in_tables import budgets, layers
 from ctdr_lightning.command_line.named import build_model
 from ctdr_lightning.command_line.pages import add_report, write_plan_page
 from ctdr_lightning.command_line.recipe_commands import add_recipes
@@ -85,12 +87,16 @@ def _decompose(options: argparse.Namespace) -> None:
 def _plan(options: argparse.Namespace) -> None:
     batch = from_data(options.data) if options.data else from_inputs(_inputs(options))
     _check_budget(options)
+    asked = options.budget or options.policy or options.save or options.html
     options.policy = options.policy or ("auto" if options.budget else "sqrt")
     codecs = options.codecs or (["auto"] if options.budget and options.policy == "auto" else [])
     places = Places.read(options.offload, options.disk_folder, None if codecs == ["none"] else codecs)
     options.places = places.on("cuda") if (options.device or "").lower() in DEVICES else places
     step = _step(options)
     account, parts = _recorded(options, step, batch)
+    if not asked:
+        print(f"{parts}{budgets(account.whole)}\nWrite one as --budget; --policy plans without one.")
+        return
     try:
         made = plan(account.whole, options.budget, options.policy)
     except InfeasibleBudgetError as error:
@@ -229,7 +235,9 @@ def _training(options: argparse.Namespace) -> tuple[nn.Module, OptimizerBytes, R
 
 
 def _explain(options: argparse.Namespace) -> None:
-    print(Plan.from_json(options.plan).explain())
+    if options.top is not None and options.top < 1:
+        raise ConfigError(f"--top {options.top} shows nothing.", "Write a number of at least 1.")
+    print(layers(Plan.from_json(options.plan), options.top))
 
 
 def _rank(text: str) -> float | int | str:
@@ -252,7 +260,7 @@ def _parser() -> argparse.ArgumentParser:
 
     memory = commands.add_parser("plan", help="plan the memory of a step on fake tensors: no GPU, no memory")
     _add_batch(memory, "shape of the batch, such as 64,3,224,224")
-    memory.add_argument("--budget", help="such as 8GiB; without it policy sqrt decides")
+    memory.add_argument("--budget", help="such as 8GiB; without it and --policy, a table of budgets and their times")
     _add_memory(memory)
     memory.add_argument("--offload", nargs="+", help=f"places for tensors: {', '.join(HOLDERS)}")
     memory.add_argument("--disk-folder", help="folder of the disk's file")
@@ -269,8 +277,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_memory(batch)
     batch.set_defaults(run=_max_batch)
 
-    explain = commands.add_parser("explain", help="explain a saved memory plan, a sentence per tensor")
+    explain = commands.add_parser("explain", help="explain a saved memory plan, by layer and by tensor")
     explain.add_argument("plan", help="a plan file")
+    explain.add_argument("--top", type=int, metavar="N", help="the largest layers and tensors alone")
     explain.set_defaults(run=_explain)
     add_report(commands)
     add_recipes(commands)
@@ -301,7 +310,10 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_layers(parser: argparse.ArgumentParser, rank: float | None) -> None:
-    parser.add_argument("model", help="module:callable")
+    parser.add_argument(
+        "model",
+        help="module:callable, torchvision:NAME, timm:NAME or transformers:CONFIG.json; with arguments: 'net(depth=6)'",
+    )
     parser.add_argument("--rank", type=_rank, default=rank, help="share of parameters, a rank, vbmf, error=0.05")
     parser.add_argument("--method", default="auto", help=f"auto, or one of {', '.join(METHODS)}")
     parser.add_argument("--select", nargs="+", help="patterns of layer names; ! leaves out")

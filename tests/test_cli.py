@@ -11,6 +11,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import ctdr_lightning
 from ctdr_lightning.cli import main
+from ctdr_lightning.command_line.named import build_model
 from ctdr_lightning.memory import Plan, record, simulate
 
 
@@ -134,6 +135,65 @@ def test_a_budget_that_no_allocator_serves_is_said(capsys):
     assert "A card of 5.0 MiB cannot serve the step" in capsys.readouterr().out
 
 
+def chain(depth=2, width=16):
+    return nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())))
+
+
+def test_without_a_budget_a_table_says_what_budgets_cost(capsys):
+    assert main(["plan", f"{__name__}:chain(12, width=32)", "--input", "512,32"]) == 0
+    head, *lines, last = capsys.readouterr().out.splitlines()
+    assert head.split() == ["budget", "of", "the", "plain", "peak", "step"]
+    assert len(lines) == 6
+    shares = [float(re.search(r"iB\s+([\d.]+)", line).group(1)) for line in lines]
+    times = [float(re.search(r"x([\d.]+)", line).group(1)) for line in lines]
+    assert shares[0] == times[0] == 1
+    assert shares == sorted(shares, reverse=True)
+    assert times[-1] == max(times) > 1
+    assert last.startswith("Write one as --budget")
+    budget = "".join(lines[3].split()[:2])
+    assert main(["plan", f"{__name__}:chain(12, width=32)", "--input", "512,32", "--budget", budget]) == 0
+
+
+def test_a_step_that_no_plan_makes_smaller_has_one_line(capsys):
+    assert main(["plan", f"{__name__}:chain(1)", "--input", "2,16"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    "model", ["torchvision:resnet18(num_classes=7)", "timm:resnet10t(num_classes=7)", "transformers:{}(num_labels=7)"]
+)
+def test_models_of_libraries(tmp_path, model, capsys):
+    config = {"model_type": "bert", "architectures": ["BertForSequenceClassification"], "hidden_size": 16}
+    small = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config | small))
+    assert main(["decompose", model.format(path), "--rank", "0.9"]) == 0
+    layers = capsys.readouterr().out
+    assert re.search(r"(fc|classifier)\b.*dense|(fc|classifier)", layers)
+    assert build_model(model.format(path)).state_dict()[
+        "fc.bias" if "resnet" in model else "classifier.bias"
+    ].shape == (7,)
+
+
+def test_a_plan_is_explained_by_layer(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    main(["plan", f"{__name__}:chain(6, width=32)", "--input", "512,32", "--policy", "sqrt", "--save", str(path)])
+    capsys.readouterr()
+    assert main(["explain", str(path), "--top", "2"]) == 0
+    head, _, titles, *rows = capsys.readouterr().out.splitlines()
+    assert head == Plan.from_json(path).explain().splitlines()[0]
+    assert titles.split() == ["layer", "held", "recomputed", "for", "moved", "or", "smaller"]
+    assert rows[2].startswith("all layers")
+    assert len(rows) == 6
+    assert main(["explain", str(path)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) > 12
+
+
+def test_recipes_alone_lists_them(capsys):
+    assert main(["recipes"]) == 0
+    assert "digits" in capsys.readouterr().out
+
+
 def test_a_larger_batch_takes_more_and_an_optimizer_adds_its_state(tmp_path):
     peaks = []
     for batch, optimizer in ((8, "sgd"), (16, "sgd"), (16, "adam")):
@@ -205,6 +265,14 @@ def test_planning_with_a_rank_plans_the_decomposed_model(tmp_path):
         (["decompose", "nowhere:net"], "HINT: Install nowhere, or write module:callable, such as"),
         (["decompose", "json.nothing:net"], "HINT: Write module:callable, such as"),
         (["decompose", "json:dumps"], "cannot be built"),
+        (["decompose", f"{__name__}:nett"], "has no attribute 'nett' (did you mean 'net'?)"),
+        (["decompose", f"{__name__}:chain(depth=x)"], "The arguments in 'chain(depth=x)' cannot be read"),
+        (["decompose", f"{__name__}:chain(depth=open('x'))"], "cannot be read"),
+        (["decompose", f"{__name__}:chain(deep=3)"], "unexpected keyword argument 'deep'"),
+        (["decompose", "torchvision:resnet81"], "torchvision has no model 'resnet81' (did you mean 'resnet18'?)"),
+        (["decompose", "timm:vit_tiny_patch16_22"], "(did you mean 'vit_tiny_patch16_224'?)"),
+        (["decompose", "transformers:absent.json"], "cannot be built: FileNotFoundError"),
+        (["explain", "absent.json", "--top", "0"], "--top 0 shows nothing"),
         (["decompose", "collections:OrderedDict"], "is a OrderedDict, no nn.Module"),
         (["decompose", NAME, "--rank", "-1"], "rank"),
         (["plan", NAME, *INPUT, "--policy", "sqrtt"], "Did you mean 'sqrt'"),

@@ -1,8 +1,12 @@
-"""Names on the command line: ``module:callable``, imported from the current folder too, and called."""
+"""Names on the command line: ``module:callable(arguments)``, or a library and its own name of a model."""
 
 from __future__ import annotations
 
+import ast
+import difflib
+import json
 import sys
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,24 +15,30 @@ from torch import nn
 
 from ctdr_lightning.basics.errors import ConfigError, CTDRError, first_line
 
+_EXAMPLE = "torchvision:resnet18"
+
 
 def build(name: str, what: str, example: str) -> Any:
     """Import and call a named callable.
 
     Args:
-        name: Such as ``"torchvision.models:resnet18"``.
+        name: Such as ``"torchvision.models:resnet18"``, or ``"my_project:net(depth=6)"``; arguments are literals.
         what: Its role, for errors: ``"model"``.
         example: A valid name, for errors.
 
     Raises:
         ConfigError: If it cannot be imported or its call fails; with Python's error.
     """
-    module, _, attribute = name.partition(":")
+    module, _, call = name.partition(":")
     folder = str(Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
-        return getattr(import_module(module), attribute)()
+        attribute, args, kwargs = _called(call)
+        maker = _LIBRARIES.get(module)
+        if maker is not None:
+            return maker(attribute, *args, **kwargs)
+        return _found(import_module(module), attribute)(*args, **kwargs)
     except CTDRError:
         raise
     except Exception as error:  # somebody else's code: it may raise anything
@@ -37,6 +47,65 @@ def build(name: str, what: str, example: str) -> Any:
             f"{what} {name!r} cannot be built: {first_line(error)}.",
             f"Install {package}, or write {hint}" if (package := _missing(error)) else f"Write {hint}",
         ) from error
+
+
+def _called(call: str) -> tuple[str, list[Any], dict[str, Any]]:
+    """The name of a callable and its arguments; ``"net"`` has none, ``"net(3, depth=6)"`` has two."""
+    name, bracket, rest = call.partition("(")
+    if not bracket:
+        return name, [], {}
+    try:
+        node = ast.parse(f"call({rest}", mode="eval").body
+        assert isinstance(node, ast.Call)
+        keywords = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
+        return name, [ast.literal_eval(argument) for argument in node.args], keywords
+    except (SyntaxError, ValueError, AssertionError):
+        raise ConfigError(
+            f"The arguments in {call!r} cannot be read.", "Write numbers, strings, lists: net(depth=6, name='x')."
+        ) from None
+
+
+def _found(module: Any, attribute: str) -> Callable[..., Any]:
+    try:
+        found: Callable[..., Any] = getattr(module, attribute)
+    except AttributeError as error:
+        raise AttributeError(f"{error}{_meant(attribute, dir(module))}") from None
+    return found
+
+
+def _meant(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _torchvision(name: str, **options: Any) -> nn.Module:
+    models = import_module("torchvision.models")
+    if name not in models.list_models():
+        raise ValueError(f"torchvision has no model {name!r}{_meant(name, models.list_models())}")
+    return models.get_model(name, **{"weights": None, **options})
+
+
+def _timm(name: str, **options: Any) -> nn.Module:
+    timm = import_module("timm")
+    if not timm.is_model(name):
+        raise ValueError(f"timm has no model {name!r}{_meant(name, timm.list_models())}")
+    return timm.create_model(name, **{"pretrained": False, **options})
+
+
+def _transformers(config: str, **options: Any) -> nn.Module:
+    """The architecture that a ``config.json`` names, with weights drawn anew."""
+    transformers = import_module("transformers")
+    values = {**json.loads(Path(config).read_text()), **options}
+    architectures = values.get("architectures") or []
+    if not architectures or "model_type" not in values:
+        raise ValueError(f"{config} needs the keys 'model_type' and 'architectures'")
+    made = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    return _found(transformers, architectures[0])(made)
+
+
+_LIBRARIES: dict[str, Callable[..., nn.Module]] = {
+    "torchvision": _torchvision, "timm": _timm, "transformers": _transformers
+}  # fmt: skip
 
 
 def _missing(error: Exception) -> str:
@@ -48,10 +117,14 @@ def _missing(error: Exception) -> str:
 def build_model(name: str) -> nn.Module:
     """The model that a name says.
 
+    Args:
+        name: ``module:callable``, ``torchvision:NAME``, ``timm:NAME`` or ``transformers:CONFIG.json``, each with
+            arguments in brackets where it takes some.
+
     Raises:
         ConfigError: If it cannot be built or is no module.
     """
-    model = build(name, "model", "torchvision.models:resnet18")
+    model = build(name, "model", _EXAMPLE)
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"model {name!r} is a {type(model).__name__}, no nn.Module.", "Name a callable that builds the module."

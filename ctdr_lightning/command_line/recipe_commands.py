@@ -13,7 +13,8 @@ from ctdr_lightning.basics.errors import ConfigError
 def add_recipes(commands: Any) -> None:
     """Add ``recipes`` to the commands of ``ctdr``."""
     parser = commands.add_parser("recipes", help="list, copy or run the recipes: training by config, the demo")
-    actions = parser.add_subparsers(required=True, metavar="action")
+    parser.set_defaults(run=_list)  # without an action
+    actions = parser.add_subparsers(metavar="action")
 
     listed = actions.add_parser("ls", help="list them")
     listed.set_defaults(run=_list)
