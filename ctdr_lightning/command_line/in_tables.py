@@ -1,4 +1,4 @@
-"""Tables of the command: what budgets cost where none is given, and what a saved plan does layer by layer."""
+"""Tables of the command: the times of budgets where none is given, and a saved plan layer by layer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def budgets(step: Trace) -> str:
 
 
 def layers(made: Plan, top: int | None) -> str:
-    """What a plan does, layer by layer with totals, and the sentences of its largest tensors.
+    """A plan layer by layer, with totals, and the sentences of its largest tensors.
 
     Args:
         made: The plan.
