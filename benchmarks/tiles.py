@@ -66,6 +66,37 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Longer:
+    """A transformer with four times the tokens within the plain peak of the shorter step, predicted.
+
+    Attributes:
+        net: Its name.
+        samples: Of the batch.
+        way: Longer.
+        tokens: Of a sample of the longer step.
+        short_bytes: Peak of the plain step with a quarter of the tokens: the budget.
+        plain_bytes: Of the plain longer step.
+        planned: The floor of the longer step's plans, over the budget.
+        peak: Of the planned lean step, over the budget.
+        tiles: As for `Row`.
+        outputs: As for `Row`.
+        slowdown: Time of the planned lean step over the plain longer step's.
+    """
+
+    net: str
+    samples: int
+    way: str
+    tokens: int
+    short_bytes: int
+    plain_bytes: int
+    planned: float
+    peak: float
+    tiles: str
+    outputs: int
+    slowdown: float
+
+
+@dataclass(frozen=True)
 class Measured:
     """One network at small size under a budget.
 
@@ -128,6 +159,38 @@ def _kept(
     step = lean.step if lean is not None else LeanStep()
     slowdown = made.seconds / plain.step.seconds
     return replace(row, lean=share, tiles=_in_short(step), outputs=len(step.names or ()), slowdown=slowdown)
+
+
+def longer(samples: int, tokens: int) -> Longer:
+    """GPT-2 with so many tokens, in the plain peak of a quarter of them."""
+
+    def of(length: int) -> tuple[nn.Module, Callable[[LeanStep], BatchAccount]]:
+        net, ids = on_meta(partial(_gpt2, length)), torch.empty(samples, length, dtype=torch.long, device="meta")
+
+        def account(lean: LeanStep) -> BatchAccount:
+            step = lean.step(lambda net, ids: net(input_ids=ids, labels=ids).loss)
+            return BatchAccount(record_fake(net, ids, step, device=DEVICE))
+
+        return net, account
+
+    budget_bytes = kept_peak_bytes(of(tokens // 4)[1](LeanStep()))
+    net, account = of(tokens)
+    plain = account(LeanStep())
+    lean = choose_lean(net, account, budget_bytes, plain=plain)
+    assert lean is not None, "the longer step fits plainly"
+    made = plan(lean.account.standing, budget_bytes)
+    planned, peak = plain.floor_bytes / budget_bytes, made.peak_bytes / budget_bytes
+    step, slowdown = lean.step, made.seconds / plain.step.seconds
+    return Longer(
+        "GPT-2", samples, "longer", tokens, budget_bytes, kept_peak_bytes(plain), planned, peak, _in_short(step),
+        len(step.names or ()), slowdown,
+    )  # fmt: skip
+
+
+def _gpt2(length: int) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(n_positions=length, use_cache=False, loss_type="ForCausalLMLoss"))
 
 
 def _in_short(step: LeanStep) -> str:
@@ -201,15 +264,17 @@ def figures(
     *,
     nets: Sequence[str] = tuple(FULL),
     decomposed: Sequence[str] = ("LeNet", "AlexNet", "VGG-16"),
+    long: Sequence[int] = (8, 1),
     small: Sequence[str] = tuple(SMALL),
     shares: Sequence[float] = (0.6, 0.45, 0.3, 0.2),
     rounds: int = 5,
-) -> Iterator[Row | Measured]:
+) -> Iterator[Row | Longer | Measured]:
     """Every network at the smallest share that it keeps, and the small ones at the second share.
 
     Args:
         nets: Names of those predicted at full size.
         decomposed: Of those predicted with decomposed layers.
+        long: Numbers of samples of the transformer with four times the tokens.
         small: Of those measured.
         shares: Of the plain peak.
         rounds: Behind each measured time.
@@ -219,6 +284,8 @@ def figures(
         yield predicted(name, shares)
     for name in decomposed:
         yield predicted(name, shares, "decomposed")
+    for samples in long:
+        yield longer(samples, 4096)
     keep_freed_memory()
     for name in small:
         yield measured(name, shares[1], rounds)
@@ -232,12 +299,24 @@ def _line(row: Row) -> str:
     return f"{net} | {peak} | {kept if row.lean < 1 else none}"
 
 
+def _longer_line(row: Longer) -> str:
+    peaks = f"{row.short_bytes / GIB:.2f} GiB | {row.plain_bytes / GIB:.2f} GiB | {row.planned:.2f} | {row.peak:.2f}"
+    net = f"{row.net}, {row.samples} x {row.tokens} tokens"
+    return f"{net} | {peaks} | {row.tiles or '-'} | {row.outputs or '-'} | x{row.slowdown:.2f}"
+
+
 def _measured_line(row: Measured) -> str:
     peaks = f"{row.plain_bytes / MIB:.0f} MiB | {row.planned:.2f} | {row.predicted:.3f} | {row.peak:.3f}"
     return f"{row.net}, batch {row.samples} | {peaks} | {row.tiles} | x{row.slowdown:.2f} | {row.gradients:.0e}"
 
 
 TABLE = table(Row, "network | peak | least planned | kept | modules x tiles | outputs left out | time", _line)
+LONGER = table(
+    Longer,
+    "network | plain, a quarter of the tokens | plain | least planned, over the quarter's | lean and planned "
+    "| modules x tiles | outputs left out | time",
+    _longer_line,
+)
 MEASURED = table(
     Measured,
     "network | peak | least planned | predicted | measured | modules x tiles | time | gradients differ by",
@@ -246,9 +325,9 @@ MEASURED = table(
 BENCHMARK = Benchmark(
     "tiles",
     figures,
-    {"rows": Row, "measured": Measured},
-    {"table": TABLE, "measured": MEASURED},
-    key=("net", "way"),
+    {"rows": Row, "longer": Longer, "measured": Measured},
+    {"table": TABLE, "longer": LONGER, "measured": MEASURED},
+    key=("net", "way", "samples"),
 )
 
 if __name__ == "__main__":
