@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import nn
 
@@ -26,7 +27,7 @@ class LeanChoice:
     outputs: LeftOut | None
     tiles: InTiles | None
 
-    @property
+    @cached_property
     def account(self) -> BatchAccount:
         """The batch in such a step; its trace says how it is leaner."""
         last = self.tiles or self.outputs

@@ -113,11 +113,13 @@ def _draw(func: Any, args: Any, kwargs: Any, shape: Sequence[int]) -> Any:
         return func(shape, *args[1:], **kwargs)
     tile = args[0]
     order = sorted(range(tile.dim()), key=tile.stride, reverse=True)
-    dtype = torch.bool if func is aten.bernoulli_.float else tile.dtype
-    whole = torch.empty_permuted(shape, order, dtype=dtype, device=tile.device)
+    # a processor's zeros and ones are those of any type; that CUDA's are, was not seen
+    in_bytes = func is aten.bernoulli_.float and tile.device.type == "cpu"
+    whole = torch.empty_permuted(shape, order, dtype=torch.bool if in_bytes else tile.dtype, device=tile.device)
     if func is aten.native_dropout.default:
         return func(whole, *args[1:], **kwargs)[1]
-    return func(whole, *args[1:], **kwargs)
+    numbers = func(whole, *args[1:], **kwargs)
+    return numbers.bool() if func is aten.bernoulli_.float else numbers
 
 
 def _given(func: Any, args: Any, numbers: Tensor) -> Any:
