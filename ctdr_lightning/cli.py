@@ -30,7 +30,7 @@ from ctdr_lightning import __version__
 from ctdr_lightning.basics.devices import DEVICES, device_model
 from ctdr_lightning.basics.errors import ConfigError, CTDRError, InfeasibleBudgetError
 from ctdr_lightning.basics.files import write_text
-from ctdr_lightning.basics.units import format_bytes, format_seconds, parse_bytes
+from ctdr_lightning.basics.units import format_bytes, format_seconds, is_share, parse_bytes
 from ctdr_lightning.command_line.batches import Input, from_data, from_inputs, resized
 from ctdr_lightning.command_line.in_tables import budgets, layers
 from ctdr_lightning.command_line.named import build_model
@@ -220,7 +220,7 @@ def _check_budget(options: argparse.Namespace) -> None:
         card = options.device is not None and options.device != "cpu"
         total_bytes = device_model(options.device).memory_bytes if card else None
         n_bytes = parse_bytes(options.budget, total_bytes=total_bytes, name="--budget")
-        options.budget = format_bytes(n_bytes) if "%" in options.budget else options.budget
+        options.budget = format_bytes(n_bytes) if is_share(options.budget) else options.budget
 
 
 def _training(options: argparse.Namespace) -> tuple[nn.Module, OptimizerBytes, Report | None]:

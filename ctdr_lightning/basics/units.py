@@ -16,6 +16,7 @@ _SCALE = {
     "kib": KIB, "mib": MIB, "gib": GIB, "tib": 2**40,
 }  # fmt: skip
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*")
+_FRACTION = re.compile(r"\s*0?\.\d+\s*")
 _PATTERN = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
 
 
@@ -23,8 +24,8 @@ def parse_bytes(value: int | float | str, *, total_bytes: int | None = None, nam
     """Read a byte count: an int, a string such as ``"8GiB"``, or a fraction of ``total_bytes``.
 
     Args:
-        value: Bytes as int, a number with a unit (``"512 MiB"``, ``"8GB"``), or a fraction: a float in ``(0, 1]`` or
-            ``"80%"``. NumPy's numbers count as Python's.
+        value: Bytes as int, a number with a unit (``"512 MiB"``, ``"8GB"``), or a fraction: a float in ``(0, 1]``,
+            ``"80%"`` or ``"0.8"``. NumPy's numbers count as Python's.
         total_bytes: The whole that a fraction refers to; None refuses fractions.
         name: Argument name used in errors.
 
@@ -45,10 +46,9 @@ def parse_bytes(value: int | float | str, *, total_bytes: int | None = None, nam
         )
     shown = repr(value)
     if isinstance(value, str):
-        percent = _PERCENT.fullmatch(value)
-        if percent is None:
+        if not is_share(value):
             return _parse_text(value, name)
-        value = float(percent[1]) / 100
+        value = float(value.rstrip(" %")) / (100 if "%" in value else 1)
         if value > 1:
             raise ConfigError(f"{name}={shown} is more than the device has.", 'Write "8GiB" or "80%".')
     if not math.isfinite(value) or value <= 0:
@@ -60,6 +60,16 @@ def parse_bytes(value: int | float | str, *, total_bytes: int | None = None, nam
             f"{name}={shown} is a fraction, but the device's memory is not known here.", 'Write bytes: "8GiB".'
         )
     return int(value * total_bytes)
+
+
+def is_share(text: str) -> bool:
+    """Whether a text is a share of a device's memory.
+
+    Example:
+        >>> is_share("80%"), is_share("0.8"), is_share("8GiB")
+        (True, True, False)
+    """
+    return bool(_PERCENT.fullmatch(text) or _FRACTION.fullmatch(text))
 
 
 def plain_number(value: Any) -> Any:

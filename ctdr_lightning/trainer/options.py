@@ -19,6 +19,7 @@ from ctdr_lightning.recovery.schedule import Recovery, read_yaml
 from ctdr_lightning.trainer.groups import Memory, Ranks, grouped
 
 AUTO, IF_NEEDED = "auto", "if_needed"
+_LEAST_BUDGET_BYTES = 1024  # no step takes less; a number without a unit was meant otherwise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,12 @@ class CallbackOptions(Ranks, Memory):
         known(POLICIES, "policy", self.policy)
         if self.memory_budget is not None:
             object.__setattr__(self, "memory_budget", plain_number(self.memory_budget))  # a checkpoint holds it
-            parse_bytes(self.memory_budget, total_bytes=1 << 62)
+            n_bytes = parse_bytes(self.memory_budget, total_bytes=1 << 62)
+            if n_bytes < _LEAST_BUDGET_BYTES:
+                number = str(self.memory_budget).strip(" bB")
+                raise ConfigError(
+                    f"memory_budget={self.memory_budget!r} is {n_bytes} bytes.", f'Did you mean "{number}GiB"?'
+                )
         self.places()
         boolean("verbose", self.verbose)
         self._check_choice_of_ranks()

@@ -11,6 +11,8 @@ from ctdr_lightning.trainer.options import CallbackOptions
     ("given", "said"),
     [
         ({"memory_budget": "much"}, "much"),
+        ({"memory_budget": 8}, 'Did you mean "8GiB"?'),
+        ({"memory_budget": "12"}, r"is 12 bytes.\n?.*Did you mean \"12GiB\"?"),
         ({"policy": "best"}, "best"),
         ({"max_slowdown": 0}, "max_slowdown"),
         ({"verbose": 3}, "verbose must be True or False, got 3"),

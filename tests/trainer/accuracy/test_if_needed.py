@@ -133,7 +133,7 @@ def sort(chosen, *callbacks, **options):
 def refused(chosen, **options):
     """A budget below all plans of all ranks."""
     with pytest.raises(InfeasibleBudgetError) as found:
-        sort(chosen, callback(1, rank="auto", **options))
+        sort(chosen, callback(1024, rank="auto", **options))
     return found.value.least_peak_bytes
 
 
