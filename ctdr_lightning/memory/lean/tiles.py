@@ -152,7 +152,7 @@ class _TileSearch:
 
     def _neighbours(self, name: str) -> list[str]:
         parent = self._modules.get(_parent(name))
-        if not isinstance(parent, nn.Sequential) or not static_hindrance(parent):
+        if parent is None or type(parent).forward is not nn.Sequential.forward or not static_hindrance(parent):
             return []
         children = [(f"{_parent(name)}.{key}".lstrip("."), child) for key, child in parent.named_children()]
         runs = (

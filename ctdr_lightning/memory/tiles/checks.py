@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -128,7 +127,7 @@ def _is_activation(part: nn.Module) -> bool:
     return at_home and not list(part.parameters()) and not type(part).__name__.startswith("Softmax")
 
 
-def tried(call: Call, tensors: Sequence[Tensor], buffers: Iterable[Tensor]) -> Trial:
+def tried(call: Call, tensors: Sequence[Tensor], module: nn.Module) -> Trial:
     """Try whether a call may run in tiles.
 
     A few samples run whole and in two parts, with gradients; no random state and no buffer changes. Fake tensors have
@@ -137,11 +136,11 @@ def tried(call: Call, tensors: Sequence[Tensor], buffers: Iterable[Tensor]) -> T
     Args:
         call: The call.
         tensors: Its tensors.
-        buffers: Of the module.
+        module: The module.
     """
     try:
         with _unseen(), _fakes_of(tensors), torch.enable_grad():
-            return _tried(call, tensors, [*call.parameters, *buffers])
+            return _tried(call, tensors, module)
     except _NotInTiles as reason:
         return Trial(str(reason))
     except torch.OutOfMemoryError:  # says nothing about the module
@@ -183,22 +182,33 @@ def n_tried(n_samples: int) -> int:
     return few - max((few - 1) % 4 - 1, 0)
 
 
-def _tried(call: Call, tensors: Sequence[Tensor], owned: Sequence[Tensor]) -> Trial:
+def _tried(call: Call, tensors: Sequence[Tensor], module: nn.Module) -> Trial:
     n_samples = n_tried(call.n_samples)
     few = [t.detach() for t in call.pieces(tensors, 0, n_samples)]
     call = replace(call, n_samples=n_samples, n_tiles=2)
-    call = replace(call, random_axes=_random_axes(call, few, owned), unmade=math.nan)
+    kept = _kept_tensors(module)
+    call = replace(call, random_axes=_random_axes(call, few, [*call.parameters, *module.buffers()]))
+    now = _kept_tensors(module)
+    if len(now) != len(kept) or any(a is not b for a, b in zip(now, kept, strict=True)):
+        raise _NotInTiles("keeps a tensor as an attribute, which would be that of a tile")
     graded = _graded(few)
     with _same_numbers(few[0]):
         needless = needless_operators(lambda: call.outputs(graded))
     if any(isinstance(tensor, FakeTensor) for tensor in few):
         return Trial("", call.random_axes, needless)
     whole = _results(replace(call, n_tiles=1), few)
-    # the second without needless: a function of the module's own may keep tensors where autograd does not see them
-    for found in (needless, ()):
-        if _all_alike(whole, _results(replace(call, needless=found), few), few[0].device.type):
+    # a function of the module's own may keep tensors where autograd does not see them: then nothing is needless
+    for found, unmade in ((needless, (0, 1)), ((), (0,))):
+        calls = [replace(call, needless=found, unmade=number) for number in unmade]
+        if all(_all_alike(whole, _results(each, few), few[0].device.type) for each in calls):
             return Trial("", call.random_axes, found)
     return Trial("gives other results in parts: its samples mix")
+
+
+def _kept_tensors(module: nn.Module) -> list[Tensor]:
+    """The tensors that modules hold in plain attributes."""
+    plain = [value for inner in module.modules() for name, value in vars(inner).items() if not name.startswith("_")]
+    return [leaf for leaf in tree_leaves(plain) if isinstance(leaf, Tensor)]
 
 
 def _random_axes(call: Call, few: Sequence[Tensor], owned: Sequence[Tensor]) -> tuple[int | None, ...]:

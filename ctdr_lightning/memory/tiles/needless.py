@@ -7,6 +7,7 @@ depend on. When a tile is made again, these give one uninitialised number, expan
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -88,13 +89,14 @@ class WithoutNeedless(OpMode):
 
     Args:
         operators: Of the trial.
-        unmade: The number to put in the place of results, for a trial. None leaves memory as it was found.
+        unmade: The integer to put in the place of results, and NaN in that of floats, for a trial. None leaves memory
+            as it was found.
 
     Raises:
         OtherOperators: If the tile does not run these operators, or reads what was left out.
     """
 
-    def __init__(self, operators: Needless, unmade: float | None = None) -> None:
+    def __init__(self, operators: Needless, unmade: int | None = None) -> None:
         super().__init__()
         self._operators, self._n_seen, self._value = operators, 0, unmade
         self._unmade: dict[int, StorageWeakRef] = {}  # while one is held, no other storage gets its address
@@ -124,8 +126,8 @@ class WithoutNeedless(OpMode):
             one = torch.empty((), dtype=shape.dtype, device=device)
             storage = one.untyped_storage()
             self._unmade[storage._cdata] = StorageWeakRef(storage)
-            if self._value is not None and is_float(one.dtype):
-                one.fill_(self._value)
+            if self._value is not None:
+                one.fill_(math.nan if is_float(one.dtype) else self._value)
             return one.expand(shape.shape)
 
         return tree_map_only(Tensor, unmade, shapes)

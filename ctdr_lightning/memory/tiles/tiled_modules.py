@@ -98,7 +98,7 @@ class TiledModules:
             if "forward" in vars(module):
                 reason = "has a forward of its own on the instance"
                 self.left_alone.update(dict.fromkeys(self._names[name], reason))
-            else:
+            elif not self.left_alone.keys() >= set(self._names[name]):
                 vars(module)["forward"] = self._forwards[name]
         return self
 
@@ -182,7 +182,7 @@ class _TiledForward:
         known, way = self._checked.setdefault(self._first, {}), (self.n_parts, call.axis, call.cut, trained)
         if reason or way in known:
             return Trial(reason) if reason else known[way]
-        trial = tried(call, tensors, self._module.buffers())
+        trial = tried(call, tensors, self._module)
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             known[way] = trial
         return trial

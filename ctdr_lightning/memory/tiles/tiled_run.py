@@ -53,7 +53,7 @@ class Call:
     parameters: tuple[Tensor, ...]
     random_axes: tuple[int | None, ...] = ()
     needless: Needless = ()
-    unmade: float | None = None
+    unmade: int | None = None
 
     @property
     def n_rows(self) -> int:

@@ -107,6 +107,15 @@ class Pairs(nn.Linear):
         return super().forward(x).reshape(-1, 2, 5).flip(1).reshape(-1, 5)
 
 
+class Stashing(nn.Linear):
+    """Keeps a part of the loss for later, as routers of experts do."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.part = {"of the loss": y.square().sum()}
+        return y
+
+
 class Choosing(nn.Linear):
     def forward(self, x):
         return super().forward(x[torch.randperm(len(x))])
@@ -129,6 +138,7 @@ def hooked():
 MIXED = {  # and the reason
     "batch norm": (lambda: (nn.Sequential(nn.BatchNorm2d(3)), torch.randn(8, 3, 6, 6)), "whole batch"),
     "random numbers for the whole batch": (lambda: (Choosing(6, 5), torch.randn(12, 6)), "random"),
+    "a tensor kept for later": (lambda: (Stashing(6, 5), torch.randn(12, 6)), "keeps a tensor"),
     "leaky at random": (lambda: (nn.Sequential(nn.Linear(6, 6), nn.RReLU()), torch.randn(12, 6)), "random"),
     "a checkpoint with random numbers": (lambda: (Checkpointed(), torch.randn(12, 6)), "mix"),
     "batch mean": (lambda: (BatchMean(6, 5), torch.randn(12, 6)), "mix"),
@@ -338,9 +348,28 @@ class TwoWays(nn.Linear):
         return y.sin() if len(x) > 14 else y.tanh().add(1)
 
 
-@pytest.mark.parametrize("module", [Kept(6, 5), TwoWays(6, 5)])
+class Masking(torch.autograd.Function):
+    """Keeps a mask where autograd does not see it; of the trial's samples all are positive."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mask = x > 0
+        return x * ctx.mask
+
+    @staticmethod
+    def backward(ctx, slope):
+        return slope * ctx.mask
+
+
+class Masked(nn.Linear):
+    def forward(self, x):
+        return Masking.apply(x) @ self.weight.T
+
+
+@pytest.mark.parametrize("module", [Kept(6, 5), Masked(6, 5), TwoWays(6, 5)])
 def test_what_is_needed_unseen_is_made_again(module):
     net, x = Around(module, None), torch.randn(60, 6)
+    x[:14] = x[:14].abs()
     wanted = results(net, x)
     with TiledModules(net, {"module": 4}) as tiled:
         found = results(net, x)
