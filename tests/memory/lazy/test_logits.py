@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from ctdr_lightning.decomposition import decompose
 from ctdr_lightning.memory.lazy import chunked_loss
 from ctdr_lightning.memory.lazy.heads import LazyHeads
 from ctdr_lightning.memory.lazy.logits import Logits
@@ -341,6 +342,30 @@ def test_compiled_regions_are_left_alone():
     model.head.compile(backend="eager")
     found = gradients(model, flat, tokens)
     agree([found[0], *found[1]], [wanted[0], *wanted[1]])
+
+
+def test_the_rest_may_be_compiled():
+    model, tokens = Model(), torch.randint(CLASSES, (BATCH, LENGTH))
+    wanted = gradients(model, flat, tokens, names=())
+    torch._dynamo.reset()
+    model.body.compile(backend="aot_eager")
+    found = gradients(model, flat, tokens)
+    assert found[2].chunks > 1
+    agree([found[0], *found[1]], [wanted[0], *wanted[1]])
+
+
+def test_a_factorized_head_leaves_the_output_of_its_last_factor_out():
+    model, tokens = Model(), torch.randint(CLASSES, (BATCH, LENGTH))
+    decompose(model, rank=8, method="svd", select="head", progress=False)
+    wanted = gradients(model, flat, tokens, names=())
+    with LazyHeads(model) as heads:
+        model.zero_grad()
+        loss = flat(model(tokens), tokens)
+    loss.backward()
+    (name,) = heads.names
+    assert name.startswith("head.")
+    assert heads.outcomes[name].chunks > 1
+    agree([loss.detach(), *(p.grad for p in model.parameters())], [wanted[0], *wanted[1]], 3e-6)
 
 
 def test_a_copy_made_within_a_step_has_its_own_weights():
