@@ -179,7 +179,7 @@ def test_the_largest_batch():
     assert search(named(caught.value)).size >= 1
 
 
-@pytest.mark.parametrize("budget", [1000, pytest.param("150KiB", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("budget", [1024, pytest.param("150KiB", marks=pytest.mark.slow)])
 def test_rank_auto(monkeypatch, budget):
     monkeypatch.setattr(pricing, "PLANNING_S", 0.1)
 
