@@ -1,6 +1,7 @@
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -152,6 +153,16 @@ def test_without_a_budget_a_table_says_what_budgets_cost(capsys):
     assert last.startswith("Write one as --budget")
     budget = "".join(lines[3].split()[:2])
     assert main(["plan", f"{__name__}:chain(12, width=32)", "--input", "512,32", "--budget", budget]) == 0
+
+
+def test_the_table_of_the_document_is_what_the_command_prints(capsys):
+    document = Path(__file__).parents[1] / "docs" / "command.md"
+    command, *printed = re.search(r"```text\n\$ ctdr (plan .*?)```", document.read_text(), re.DOTALL)[1].splitlines()
+    assert main(command.split()) == 0
+    found = capsys.readouterr().out.splitlines()
+    # budgets between follow from the least peak that was found, which a slow machine's clock may end earlier
+    assert [found[0], found[1], found[-1]] == [printed[0], printed[1], printed[-1]]
+    assert [line.split()[4:] for line in found[2:-1]] == [line.split()[4:] for line in printed[2:-1]]
 
 
 def test_a_step_that_no_plan_makes_smaller_has_one_line(capsys):
