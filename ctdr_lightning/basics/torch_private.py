@@ -90,7 +90,7 @@ try:
     # A kernel that does nothing for a number of cycles.
     from torch.cuda import _sleep as keep_gpu_busy
 
-    # Nests of tensors: 2.13 has no public name for them yet.
+    # While one is held, no other storage gets the address of a storage that is gone.
     from torch.multiprocessing.reductions import StorageWeakRef
 
     # Hooks of all modules: they can be added and removed by who added them, but not suspended.
@@ -104,6 +104,8 @@ try:
     from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
     from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
     from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
+
+    # Nests of tensors: 2.13 has no public name for them yet.
     from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 except ImportError as error:
     raise unusable_torch(str(error), torch.__version__) from error

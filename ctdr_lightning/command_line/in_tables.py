@@ -18,7 +18,7 @@ from ctdr_lightning.memory.policies import Budget
 # Budgets between the least peak that was found and the plain one, that one included.
 _N_BUDGETS = 5
 # Seconds that a search may take: a fifth of the usual. ResNet-50 and GPT-2 at full size take 7 s in all, and the least
-# peak is within a seventh of the one found in the usual time.
+# peak is at most a sixth above the one found in the usual time.
 _TIME_LIMIT_S = 1.0
 _SMALLEST_BYTES = 1024  # a tensor of less is not worth a line
 

@@ -139,7 +139,7 @@ def tried(call: Call, tensors: Sequence[Tensor], module: nn.Module) -> Trial:
         module: The module.
     """
     try:
-        with _unseen(), _fakes_of(tensors), torch.enable_grad():
+        with _unseen(), _attributes_put_back(module), _fakes_of(tensors), torch.enable_grad():
             return _tried(call, tensors, module)
     except _NotInTiles as reason:
         return Trial(str(reason))
@@ -161,6 +161,19 @@ def _unseen() -> Iterator[None]:
     finally:
         for hooks, before in suspended:
             hooks.update(before)
+
+
+@contextmanager
+def _attributes_put_back(module: nn.Module) -> Iterator[None]:
+    """Give modules back the attributes and buffers that they had: those of a trial are of a few samples."""
+    held = [(names, dict(names)) for inner in module.modules() for names in (vars(inner), inner._buffers)]
+    try:
+        yield
+    finally:
+        for names, before in held:
+            for name in names.keys() - before.keys():
+                del names[name]
+            names.update(before)
 
 
 def _fakes_of(tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
@@ -206,9 +219,9 @@ def _tried(call: Call, tensors: Sequence[Tensor], module: nn.Module) -> Trial:
 
 
 def _kept_tensors(module: nn.Module) -> list[Tensor]:
-    """The tensors that modules hold in plain attributes."""
-    plain = [value for inner in module.modules() for name, value in vars(inner).items() if not name.startswith("_")]
-    return [leaf for leaf in tree_leaves(plain) if isinstance(leaf, Tensor)]
+    """The tensors that modules hold in attributes, buffers and parameters among them."""
+    held = [list(vars(inner).values()) for inner in module.modules()]
+    return [leaf for leaf in tree_leaves(held) if isinstance(leaf, Tensor)]
 
 
 def _random_axes(call: Call, few: Sequence[Tensor], owned: Sequence[Tensor]) -> tuple[int | None, ...]:

@@ -112,7 +112,20 @@ class Stashing(nn.Linear):
 
     def forward(self, x):
         y = super().forward(x)
-        self.part = {"of the loss": y.square().sum()}
+        self._part = {"of the loss": y.square().sum()}
+        return y
+
+
+class Replacing(nn.Linear):
+    """Puts another tensor in the place of a buffer."""
+
+    def __init__(self):
+        super().__init__(6, 5)
+        self.register_buffer("mean", torch.zeros(5))
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
         return y
 
 
@@ -139,6 +152,7 @@ MIXED = {  # and the reason
     "batch norm": (lambda: (nn.Sequential(nn.BatchNorm2d(3)), torch.randn(8, 3, 6, 6)), "whole batch"),
     "random numbers for the whole batch": (lambda: (Choosing(6, 5), torch.randn(12, 6)), "random"),
     "a tensor kept for later": (lambda: (Stashing(6, 5), torch.randn(12, 6)), "keeps a tensor"),
+    "a buffer replaced": (lambda: (Replacing(), torch.randn(12, 6)), "keeps a tensor"),
     "leaky at random": (lambda: (nn.Sequential(nn.Linear(6, 6), nn.RReLU()), torch.randn(12, 6)), "random"),
     "a checkpoint with random numbers": (lambda: (Checkpointed(), torch.randn(12, 6)), "mix"),
     "batch mean": (lambda: (BatchMean(6, 5), torch.randn(12, 6)), "mix"),
