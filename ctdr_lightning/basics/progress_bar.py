@@ -32,10 +32,12 @@ _CALMER, _LONGEST_S = 1.5, 60.0
 class _Task:
     label: str
     total: int | None = None
-    n_done: int = 0
+    n_done: int | None = None
 
     def __str__(self) -> str:
-        return self.label if self.total is None else f"{self.label}: {self.n_done} of {self.total}"
+        if self.n_done is None:
+            return self.label
+        return f"{self.label}: {self.n_done}" if self.total is None else f"{self.label}: {self.n_done} of {self.total}"
 
 
 class _Bar:
@@ -63,10 +65,10 @@ class _Bar:
         with interrupts_held(), self._lock:
             tasks = list(self.tasks) if self._enabled else []
             if tasks and self._show is None:
-                self._show, stop = open_bar(tasks[0].label, tasks[0].total or 1)
+                self._show, stop = open_bar(tasks[0].label, tasks[0].total)
                 self._ends.append(weakref.finalize(self, stop))
             if tasks and self._show is not None:
-                self._show(", ".join(map(str, tasks)), tasks[0].n_done)
+                self._show(", ".join(map(str, tasks)), tasks[0].n_done or 0)
 
     def close(self) -> None:
         """Take it down."""
@@ -130,13 +132,13 @@ def _under_way(bar: _Bar, task: _Task) -> Iterator[None]:
         bar.tasks.remove(task)
 
 
-def track(items: Iterable[T], label: str, *, total: int, enabled: bool = True) -> Generator[T]:
+def track(items: Iterable[T], label: str, *, total: int | None = None, enabled: bool = True) -> Generator[T]:
     """Iterate over items; once that has lasted two seconds, show on stderr how far it is.
 
     Args:
         items: Items to iterate over.
         label: Name of the work ("factorize").
-        total: Number of items.
+        total: Number of items; None where it is not known.
         enabled: False shows nothing.
     """
     if not enabled:
@@ -164,12 +166,12 @@ def _plain() -> Show:
     return show
 
 
-def open_bar(label: str, total: int) -> tuple[Show, Callable[[], None]]:
+def open_bar(label: str, total: int | None) -> tuple[Show, Callable[[], None]]:
     """Open a bar on a terminal, or plain lines elsewhere.
 
     Args:
         label: Name of the work.
-        total: Number of items.
+        total: Number of items; None where it is not known.
 
     Returns:
         A function that shows the present item and the number of items done, and one that takes the bar down.

@@ -72,7 +72,7 @@ def _chosen(step: Prepared, limits: Budget, policy: Policy) -> Plan:
     return Plan(policy.name, timeline, limits.peak_bytes, options=policy.option_values)
 
 
-def served(step: Prepared, made: Plan, limits: Budget, policy: Policy, *, steadily: bool = False) -> Plan | None:
+def served(step: Prepared, made: Plan, limits: Budget, policy: Policy) -> Plan | None:
     """A plan that CUDA's allocator can serve within the budget, fragmentation included.
 
     The tensors get less, step by step, until the allocator gets along with the budget without giving segments back in
@@ -83,7 +83,6 @@ def served(step: Prepared, made: Plan, limits: Budget, policy: Policy, *, steadi
         made: The policy's plan, whose tensors fit.
         limits: With a limit on the peak.
         policy: Which made it.
-        steadily: Whether a plan does not count for which segments are given back in every step.
 
     Returns:
         The first plan found without, or else the first that runs at all; None if there is none.
@@ -94,7 +93,7 @@ def served(step: Prepared, made: Plan, limits: Budget, policy: Policy, *, steadi
         flushes = flushes_within(found.trace, found.actions, limits.peak_bytes, expandable=expandable_segments())
         if flushes == 0:
             return replace(found, budget_bytes=limits.peak_bytes)
-        if flushes is not None and not steadily:
+        if flushes is not None:
             second = second or replace(found, budget_bytes=limits.peak_bytes)
         room = int(TIGHTER * room)
         try:

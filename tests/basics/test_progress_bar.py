@@ -13,6 +13,12 @@ def test_silent_when_quick_and_whole(capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_work_of_unknown_length_counts_towards_no_end(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "PATIENCE_S", -1.0)
+    assert list(progress.track("abc", "tried")) == list("abc")
+    assert capsys.readouterr().err.splitlines()[-1] == "tried: 2"
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_plain_lines_when_it_lasts(monkeypatch, capsys, enabled):
     monkeypatch.setattr(progress, "PATIENCE_S", -1.0)

@@ -218,6 +218,8 @@ def _twin(optimizer: Optimizer, settings: dict[str, bool], only: set[Tensor] | N
     twin = kind.__new__(kind)
     # neither hooks nor the step that schedulers put over the class's own
     plain = {k: v for k, v in vars(optimizer).items() if not k.startswith("_optimizer_") and k != "step"}
+    # bitsandbytes' optimizers move tables in a dictionary of their own to a parameter's device when they step
+    plain = {k: copy(v) if isinstance(v, dict) else v for k, v in plain.items()}
     groups = [
         {**group, **_setting(group, settings), "params": _meta(group["params"], only)}
         for group in optimizer.param_groups

@@ -9,8 +9,7 @@ Reproduced: ``vdnn_all`` moves the input of every layer, ``vdnn_conv`` that of c
     that fits, else moves convolutions' inputs, else every layer's.
 Modelled: a layer is an op that reads a saved value.
 Left out: the choice of convolution algorithms by workspace, which PyTorch makes.
-Claimed: 89 % less memory on average for AlexNet, 91 % for OverFeat, 95 % for GoogLeNet; VGG-16 at batch 256 (28 GB) on
-    a card of 12 GB, 18 % slower than on one that it fits.
+Claimed: 89 to 95 % less memory (AlexNet, OverFeat, GoogLeNet); VGG-16 at batch 256 on 12 GB, 18 % slower.
 
 Complexity O(n log n).
 """
