@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, TypeVar
+from functools import wraps
+from inspect import signature
+from typing import Any, ParamSpec, TypeVar
 
 from ctdr_lightning.basics.errors import ConfigError
 
 T = TypeVar("T")
+R = TypeVar("R")
+P = ParamSpec("P")
 
 
 def whole(name: str, value: Any, *, least: int) -> None:
@@ -79,12 +83,58 @@ def from_mapping(kind: type[T], value: Any, where: str) -> T:
     """
     if isinstance(value, kind):
         return value
-    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    names = _fields(kind)
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{where} must hold entries, found {value!r}.", f"Entries: {', '.join(names)}.")
+        raise ConfigError(f"{where} must hold entries, found {value!r}.", f"Entries: {_listed(names)}.")
     for key in value:
         if key not in names:
-            close = difflib.get_close_matches(str(key), names, n=1)
-            meant = f"Did you mean {close[0]!r}? " if close else ""
-            raise ConfigError(f"{where} has the unknown entry {key!r}.", f"{meant}Entries: {', '.join(names)}.")
+            raise ConfigError(
+                f"{where} has the unknown entry {key!r}.", f"{_meant(key, names)}Entries: {_listed(names)}."
+            )
     return kind(**value)
+
+
+def named_arguments(**groups: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Have a function name the nearest argument where it is given one that it does not have.
+
+    Args:
+        groups: By the name of an argument that is a mapping, the dataclass of its fields.
+
+    Example:
+        >>> @named_arguments()
+        ... def rest(seconds=0): ...
+        >>> rest(second=1)
+        Traceback (most recent call last):
+        ctdr_lightning.basics.errors.ConfigError: rest() has no argument 'second'.
+        HINT: Did you mean 'seconds'? Arguments: seconds.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        names = [name for name in signature(function).parameters if name != "self"]
+        called = function.__qualname__.removesuffix(".__init__")
+
+        @wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            for key, value in kwargs.items():
+                if key not in names:
+                    inner = next((name for name, kind in groups.items() if key in _fields(kind)), None)
+                    meant = f"It is one of {inner}={{{key!r}: {value!r}}}. " if inner else _meant(key, names)
+                    raise ConfigError(f"{called}() has no argument {key!r}.", f"{meant}Arguments: {_listed(names)}.")
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def _fields(kind: type) -> list[str]:
+    return [field.name for field in fields(kind)]  # type: ignore[arg-type]
+
+
+def _meant(key: Any, names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(str(key), names, n=1)
+    return f"Did you mean {close[0]!r}? " if close else ""
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names)

@@ -1,17 +1,17 @@
 """Devices by name: sustained rates, least time of an op, memory.
 
-Rates are sustained, not peak: about 60 % of the vendors' figures for arithmetic, 80 % for memory. Memory is the size
-that CUDA reports, a few percent less than the card's name says. Only the figures of this machine's processor are
-measured.
+Only the figures of this machine's processor are measured.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import lru_cache
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from ctdr_lightning.basics.cards import CARDS, Card
 from ctdr_lightning.basics.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,43 +57,29 @@ class DeviceModel:
         return self.memory_bytes - self.context_bytes
 
 
-_T, _G = 1e12, 2**30
+_G = 2**30
 # An eager op takes 5 to 10 us of host; without the module's Python and the optimizer's ops.
 _HOST_S = 8e-6
 # CUDA's context with the kernels of torch, cuBLAS and cuDNN: 0.4 to 0.6 GiB are reported.
 _CONTEXT_BYTES = _G // 2
 
 
-def _gpu(
-    name: str,
-    capability: tuple[int, int],
-    rates: tuple[float, float, float],
-    bytes_per_s: float,
-    memory_gib: float,
-) -> DeviceModel:
-    """A row of the table: rates are those of fp32, TF32 and 16-bit arithmetic, in 1e12 a second."""
-    fp32, tf32, half = (rate * _T for rate in rates)
-    memory_bytes = int(memory_gib * _G)
+def _gpu(card: Card) -> DeviceModel:
+    fp32, tf32, half = card.rates
     return DeviceModel(
-        name, fp32, half, bytes_per_s, memory_bytes=memory_bytes, flops_tf32_per_s=tf32, compute_capability=capability,
-        host_s=_HOST_S, context_bytes=_CONTEXT_BYTES,
-    )  # fmt: skip
-
-
-DEVICES = {
-    m.name: m
-    for m in (
-        _gpu("v100", (7, 0), (9, 0, 65), 0.75e12, 15.8),
-        _gpu("t4", (7, 5), (5, 0, 35), 0.25e12, 14.6),
-        _gpu("rtx3090", (8, 6), (20, 20, 60), 0.75e12, 23.7),
-        _gpu("rtx4090", (8, 9), (50, 50, 100), 0.8e12, 23.6),
-        _gpu("l4", (8, 9), (18, 30, 70), 0.25e12, 22.0),
-        _gpu("a10g", (8, 6), (18, 20, 45), 0.48e12, 22.0),
-        _gpu("a100", (8, 0), (14, 90, 190), 1.6e12, 79.2),
-        _gpu("h100", (9, 0), (40, 250, 600), 2.7e12, 79.1),
-        _gpu("h200", (9, 0), (40, 250, 600), 3.9e12, 139.4),
+        card.name,
+        fp32,
+        half,
+        card.bytes_per_s,
+        memory_bytes=int(card.memory_gib * _G),
+        flops_tf32_per_s=tf32,
+        compute_capability=card.capability,
+        host_s=_HOST_S,
+        context_bytes=_CONTEXT_BYTES,
     )
-}
+
+
+DEVICES = {card.name: _gpu(card) for card in CARDS}
 
 
 def device_model(name: str | None = None) -> DeviceModel:
@@ -105,7 +91,9 @@ def device_model(name: str | None = None) -> DeviceModel:
     if name is None or name == "cpu":
         return _measured_processor()
     if name.lower() not in DEVICES:
-        raise ConfigError(f"device {name!r} is not in the table.", f"Valid names: cpu, {', '.join(sorted(DEVICES))}.")
+        close = get_close_matches(name.lower().replace(" ", ""), DEVICES, n=1)
+        meant = f"Did you mean {close[0]!r}? " if close else ""
+        raise ConfigError(f"device {name!r} is not in the table.", f"{meant}Valid names: cpu, {', '.join(DEVICES)}.")
     return DEVICES[name.lower()]
 
 
@@ -119,8 +107,13 @@ def model_of(device: torch.device) -> DeviceModel:
 
     if device.type != "cuda":
         return device_model()
-    found = torch.cuda.get_device_name(device).lower().replace(" ", "")
-    return DEVICES[next((name for name in DEVICES if name in found), "a100")]
+    found = _plain(torch.cuda.get_device_name(device))
+    named = [name for name in DEVICES if _plain(name) in found]
+    return DEVICES[max(named, key=len, default="a100")]  # an L40S is no L4
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace(" ", "").replace("-", "")
 
 
 @lru_cache(maxsize=1)

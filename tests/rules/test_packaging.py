@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 import tomllib
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 import ctdr_lightning
+from ctdr_lightning.basics.devices import DEVICES
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = sorted((ROOT / "ctdr_lightning").rglob("*.py"))
@@ -195,6 +197,34 @@ def test_constraints_pin_what_pyproject_asks_for():
         pin = pins.get(requirement.name.lower())
         assert pin, f"{requirement.name} is not pinned in constraints.txt"
         assert pin in requirement.specifier, f"{requirement.name}=={pin} is outside {requirement.specifier}"
+
+
+def test_the_repositorys_address_is_that_of_pyproject():
+    address = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+    assert f'pip install "git+{address}"' in (ROOT / "README.md").read_text()
+    assert f"\nrepo_url: {address}\n" in (ROOT / "mkdocs.yml").read_text()
+
+
+def test_the_versions_of_the_questions_page_are_those_of_pyproject_and_constraints():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = {r.name.lower(): r.specifier for r in map(Requirement, project["dependencies"])}
+    asked["python"] = SpecifierSet(project["requires-python"])
+    lines = (ROOT / "constraints.txt").read_text().lower().splitlines()
+    pins = dict(line.split("==") for line in lines if "==" in line) | {"python": "3.11"}
+    rows = re.findall(
+        r"^\| (\w+) \| ([\d.]+) or newer.*? \| ([\d.]+)", (ROOT / "docs/faq.md").read_text(), re.MULTILINE
+    )
+    assert len(rows) == 6
+    for name, least, tested in rows:
+        key = {"hydra": "hydra-core"}.get(name.lower(), name.lower())
+        assert f">={least}" in str(asked[key]).split(","), name
+        assert tested.rstrip(".") == pins[key], name
+
+
+def test_the_commands_page_lists_every_card():
+    page = (ROOT / "docs/command.md").read_text()
+    assert len(DEVICES) >= 25
+    assert [name for name in DEVICES if f"`{name}`" not in page] == []
 
 
 def code_blocks(path, language):

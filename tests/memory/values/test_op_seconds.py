@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from ctdr_lightning.basics.devices import DEVICES, DeviceModel, device_model
+from ctdr_lightning.basics.devices import DEVICES, DeviceModel, device_model, model_of
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.memory import record_fake
 from ctdr_lightning.memory.values.op_seconds import behind_host, op_seconds
@@ -106,3 +106,21 @@ def test_torchs_own_loss_in_chunks_is_three_products():
     loss = max(trace.ops, key=lambda op: op.seconds)
     assert "linear_cross_entropy" in loss.name
     assert loss.seconds == pytest.approx(3 * 2 * 256 * 512 * 64 / MODEL.flops32_per_s)
+
+
+@pytest.mark.parametrize(
+    ("reported", "name"),
+    [
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GeForce RTX 4070 Ti", "rtx4070ti"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-PCIE-40GB", "a100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"),
+        ("Tesla P4", "a100"),
+    ],
+)
+def test_a_card_that_is_here_is_found_by_its_longest_name(monkeypatch, reported, name):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: reported)
+    assert model_of(torch.device("cuda")) is DEVICES[name]
