@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from ctdr_lightning.basics.checks import from_mapping
+from ctdr_lightning.basics.checks import from_mapping, named_arguments
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.joint.budget_fit import BudgetFit
 from ctdr_lightning.recovery import Recovery
@@ -22,7 +22,7 @@ RankValue = float | int | str
 
 
 class CTDRCallback(Callback):
-    """Decompose a model, run its steps under a memory budget, and win its accuracy back.
+    """Decompose a model, run its steps under a memory budget, and recover its accuracy.
 
     Args:
         memory_budget: Bytes a step may take: ``"8GiB"``, a number, or a fraction of the device's memory
@@ -34,7 +34,7 @@ class CTDRCallback(Callback):
             nothing without a budget or beside ``policy``, ``offload`` and ``sub_batches``; None decomposes nothing.
         select: Patterns of the layers to decompose (``"features.*"``); ``!`` leaves out; None takes all.
         max_slowdown: Without a budget, and where ranks are chosen for one: how long a step may take, in steps of the
-            dense model. None is 1.0 (``"if_needed"``: 1.25), and with a budget a wish: it gives way before accuracy.
+            dense model. None is 1.0 (``"if_needed"``: 1.25); with a budget it yields to accuracy.
         policy: Name of the memory policy. Without a budget ``"auto"`` makes the peak as small as it can be in no more
             than the dense model's time, and ``"keep"`` plans nothing.
         recovery: True for the default schedule, a `Recovery`, its fields, or a YAML file; None for no recovery.
@@ -54,6 +54,7 @@ class CTDRCallback(Callback):
         >>> trainer = Trainer(callbacks=[CTDRCallback(rank=0.5, recovery=True)], logger=False)
     """
 
+    @named_arguments(ranks=Ranks, memory=Memory)
     def __init__(
         self,
         memory_budget: int | float | str | None = None,

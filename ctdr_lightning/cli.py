@@ -1,62 +1,48 @@
+# PYTHON_ARGCOMPLETE_OK
 """The command ``ctdr``: decompose and plan a model without training it, and without the memory that it would take.
 
-    ctdr decompose torchvision.models:resnet18 --rank 0.25 --save layers.json
-    ctdr plan torchvision.models:resnet50 --input 64,3,224,224 --device a100 --rank 0.25 --policy sqrt
-    ctdr plan my_project:bert --input input_ids=8,128:int64 --input attention_mask=8,128:int64 --budget 2GiB
-    ctdr plan my_project:LitNet --data my_project:DigitsData --budget 2GiB
-    ctdr max-batch torchvision.models:resnet50 --input 3,224,224 --budget 16GiB --device a100 --precision bf16-mixed
-    ctdr explain plan.json
-    ctdr report outputs/digits -o report.html
-    ctdr recipes run digits ctdr.rank=0.1
-
-A model is named ``module:callable``, with arguments where it takes some: ``my_project:net(depth=6)``; the callable is
-imported, from the current folder too. ``torchvision:NAME``, ``timm:NAME`` and ``transformers:CONFIG.json`` are models
-of these libraries. A LightningModule runs its own ``training_step``.
+A command's arguments name policies, methods and codecs, whose modules import torch. So they are added once the command
+is chosen, and ``ctdr --help`` takes a tenth of a second.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
-
-from torch import nn
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
 
 from ctdr_lightning import __version__
-from ctdr_lightning.basics.devices import DEVICES, device_model
-from ctdr_lightning.basics.errors import ConfigError, CTDRError, InfeasibleBudgetError
-from ctdr_lightning.basics.files import write_text
-from ctdr_lightning.basics.units import format_bytes, format_seconds, is_share, parse_bytes
-from ctdr_lightning.command_line.batches import Input, from_data, from_inputs, resized
-from ctdr_lightning.command_line.in_tables import budgets, layers
-from ctdr_lightning.command_line.named import build_model
-from ctdr_lightning.command_line.pages import add_report, write_plan_page
-from ctdr_lightning.command_line.recipe_commands import add_recipes
-from ctdr_lightning.command_line.steps import step_of
-from ctdr_lightning.command_line.sub_batches import read_number, sub_batch_peaks
-from ctdr_lightning.decomposition import METHODS, Report, decompose
-from ctdr_lightning.memory import POLICIES, Plan, max_batch, plan, record_fake, simulate
-from ctdr_lightning.memory.account.batch import BatchAccount
-from ctdr_lightning.memory.allocator.reserved import served_in_words
-from ctdr_lightning.memory.codecs import CODECS
-from ctdr_lightning.memory.helpful_places import place_that_fits
-from ctdr_lightning.memory.holders.base import HOLDERS
-from ctdr_lightning.memory.holders.optimizer_bytes import OPTIMIZERS, optimizer_of, predict
-from ctdr_lightning.memory.holders.places import Places
-from ctdr_lightning.memory.lean.choice import choose_lean
-from ctdr_lightning.memory.lean.lean_step import LeanStep
-from ctdr_lightning.memory.planner import resolve_budget
-from ctdr_lightning.memory.recorder.gpu_workspace import beside_the_step
-from ctdr_lightning.memory.recorder.precision import PRECISIONS
-from ctdr_lightning.memory.traces.optimizer import NO_OPTIMIZER, OptimizerBytes
-from ctdr_lightning.memory.traces.trace import LEAN
+from ctdr_lightning.basics.errors import CTDRError
 
-if TYPE_CHECKING:
-    from ctdr_lightning.trainer.training_step.sub_batches.peaks import SubBatchPeaks
+EXAMPLES = """\
+examples:
+  ctdr decompose torchvision:resnet18 --rank 0.25 --save layers.json
+  ctdr plan torchvision:resnet50 --input 64,3,224,224 --device rtx4090
+  ctdr plan torchvision:resnet50 --input 64,3,224,224 --device rtx4090 --budget 3GiB --save plan.json
+  ctdr plan my_project:bert --input input_ids=8,128:int64 --input attention_mask=8,128:int64 --budget 2GiB
+  ctdr plan my_project:LitNet --data my_project:DigitsData --budget 2GiB
+  ctdr max-batch torchvision:resnet50 --input 3,224,224 --device a100 --precision bf16-mixed
+  ctdr explain plan.json --top 10
+  ctdr report outputs/digits -o report.html
+  ctdr recipes run digits ctdr.rank=0.1
+
+A model is named module:callable, with arguments where it takes some: 'my_project:net(depth=6)'; the callable is
+imported, from the current folder too. torchvision:NAME, timm:NAME and transformers:CONFIG.json are models of these
+libraries. A LightningModule runs its own training_step.
+"""
+
+# By command: the module and function that add its arguments, and its help.
+COMMANDS = {
+    "decompose": ("planned", "add_decompose", "show the decomposition of each layer"),
+    "plan": ("planned", "add_plan", "plan the memory of a step on fake tensors: no GPU, no memory"),
+    "max-batch": ("planned", "add_max_batch", "find the largest batch for a budget, on fake tensors too"),
+    "explain": ("planned", "add_explain", "explain a saved memory plan, by layer and by tensor"),
+    "report": ("pages", "add_report", "write an HTML page on a run, on several, or on a saved plan"),
+    "recipes": ("recipe_commands", "add_recipes", "list, copy or run the recipes: training by config, the demo"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,7 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 2 after an error that the user can mend.
     """
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    with suppress(ImportError):
+        from argcomplete import autocomplete
+
+        autocomplete(parser)
+    options = parser.parse_args(arguments)
     try:
         options.run(options)
     except CTDRError as error:
@@ -77,247 +68,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _decompose(options: argparse.Namespace) -> None:
-    report = decompose(build_model(options.model), options.rank, options.method, options.select)
-    print(report)
-    if options.save:
-        write_text(options.save, json.dumps(report.choices.to_dict(), indent=2) + "\n")
+class _Command(argparse.ArgumentParser):
+    """A command whose arguments are added when it is chosen."""
 
-
-def _plan(options: argparse.Namespace) -> None:
-    batch = from_data(options.data) if options.data else from_inputs(_inputs(options))
-    _check_budget(options)
-    asked = options.budget or options.policy or options.save or options.html
-    options.policy = options.policy or ("auto" if options.budget else "sqrt")
-    codecs = options.codecs or (["auto"] if options.budget and options.policy == "auto" else [])
-    places = Places.read(options.offload, options.disk_folder, None if codecs == ["none"] else codecs)
-    options.places = places.on("cuda") if (options.device or "").lower() in DEVICES else places
-    step = _step(options)
-    account, parts = _recorded(options, step, batch)
-    if not asked:
-        print(f"{parts}{budgets(account.whole)}\nWrite one as --budget; --policy plans without one.")
-        return
-    try:
-        made = plan(account.whole, options.budget, options.policy)
-    except InfeasibleBudgetError as error:
-        raise _advised(error, account, options, step, batch) from error
-    plain = simulate(account.whole)
-    lean = account.step.meta.get(LEAN)
-    print(parts, f"{lean}\n" if lean else "", sep="", end="")
-    print(f"Plain step: peak {format_bytes(plain.peak_bytes)}, {format_seconds(plain.seconds)}.")
-    _say(made, options)
-    if options.html:
-        dense = None
-        if step.report is not None:  # the model's own step, to compare with
-            whole = argparse.Namespace(**{**vars(options), "rank": None})
-            dense = simulate(_recorded(whole, _step(whole), batch)[0].whole)
-        write_plan_page(options.html, options.model, made, step.report, dense)
-
-
-def _advised(
-    error: InfeasibleBudgetError, account: BatchAccount, options: argparse.Namespace, step: _Step, batch: Any
-) -> InfeasibleBudgetError:
-    """The planner's error, with the place, codec or number of sub-batches that would help before its hint."""
-    policy, limit_bytes = options.policy, resolve_budget(options.budget, account.step.device).peak_bytes or 0
-    found = place_that_fits(account, limit_bytes, options.places, policy, options.device)
-    if found is None and options.sub_batches is None:
-        print("ctdr: the budget does not fit the whole batch; looking for a number of sub-batches ...", file=sys.stderr)
-        try:
-            found = _sub_batches(options, step, batch).change()
-        except ConfigError:  # the gradients would be others
-            return error
-    return error if found is None else error.but_first(found.as_option)
-
-
-@dataclass(frozen=True)
-class _Step:
-    """The model as the options decompose it, the account of a batch and the report on its layers."""
-
-    model: nn.Module
-    account: Callable[[Any, bool], BatchAccount]
-    report: Report | None
-
-
-def _step(options: argparse.Namespace) -> _Step:
-    model, taken, report = _training(options)
-    run = step_of(model, spare=bool(options.data))
-    limit_bytes = resolve_budget(options.budget, "cpu").peak_bytes if options.budget else None
-
-    def recorded(batch: Any, lean_step: LeanStep) -> BatchAccount:
-        trace = record_fake(model, batch, lean_step.step(run), device=options.device, precision=options.precision)
-        return BatchAccount(options.places.equip(trace, options.device), taken)
-
-    def account(batch: Any, tiles: bool) -> BatchAccount:
-        plain, policy = recorded(batch, LeanStep()), options.policy or "auto"
-        lean_bytes = limit_bytes if options.rounding else None
-        found = choose_lean(model, partial(recorded, batch), lean_bytes, plain=plain, policy=policy, tiles=tiles)
-        return found.account if found is not None else plain
-
-    return _Step(model, account, report)
-
-
-def _recorded(options: argparse.Namespace, step: _Step, batch: Any) -> tuple[BatchAccount, str]:
-    """The batch, or the largest of its sub-batches, recorded on fake tensors; and a line on the sub-batches."""
-    if options.sub_batches is None:
-        return step.account(batch, True), ""
-    if options.sub_batches == "auto" and options.budget is None:
-        raise ConfigError("--sub-batches auto needs a budget to fit.", "Give --budget, or a number.")
-    asked = read_number(options.sub_batches)
-    peaks = _sub_batches(options, step, batch)
-    samples = peaks.n_samples
-    number = min((peaks.fewest() or samples) if isinstance(asked, str) else asked, samples)
-    options.sub_batches = str(number)  # so that the dense step is split the same way
-    parts = f"The batch of {samples} runs as {number} sub-batches of {-(-samples // number)} samples or less.\n"
-    return peaks.account(number), parts if number > 1 else f"The batch of {samples} runs whole.\n"
-
-
-def _sub_batches(options: argparse.Namespace, step: _Step, batch: Any) -> SubBatchPeaks:
-    """The bytes of the batch by the number of its sub-batches."""
-    limit_bytes = resolve_budget(options.budget, "cpu").peak_bytes if options.budget else None
-    # parts take less time than modules in tiles
-    return sub_batch_peaks(step.model, batch, lambda part: step.account(part, False), limit_bytes or 0, options.policy)
-
-
-def _max_batch(options: argparse.Namespace) -> None:
-    sizes = resized(from_data(options.data)) if options.data else partial(from_inputs, _inputs(options))
-    _check_budget(options)
-    model, taken, _ = _training(options)
-    found = max_batch(
-        model,
-        sizes,
-        step_of(model, spare=bool(options.data)),
-        options.budget,
-        options.policy or "auto",
-        optimizer=taken,
-        device=options.device,
-        precision=options.precision,
-        rounding=options.rounding,
-    )
-    print(f"Largest batch in {options.budget}: {found.size}; {found.plain_size} without a plan.")
-    _say(found.plan, options)
-
-
-def _say(made: Plan, options: argparse.Namespace) -> None:
-    print(made.explain().splitlines()[0])
-    if options.device and options.device != "cpu":
-        print(made.reserved)
-        if made.budget_bytes and (said := served_in_words(made.trace, made.actions, made.budget_bytes)):
-            print(said)
-        print(beside_the_step(device_model(options.device)))
-    if options.save:
-        made.to_json(options.save)
-
-
-def _inputs(options: argparse.Namespace) -> list[Input]:
-    if not options.input:
-        raise ConfigError("Neither --input nor --data is given.", "Write --input 64,3,224,224.")
-    return [Input.read(text) for text in options.input]
-
-
-def _check_budget(options: argparse.Namespace) -> None:
-    """Refuse a budget that cannot be read before any time is spent; read a share as one of the named card's memory."""
-    if options.budget is not None:
-        card = options.device is not None and options.device != "cpu"
-        total_bytes = device_model(options.device).memory_bytes if card else None
-        n_bytes = parse_bytes(options.budget, total_bytes=total_bytes, name="--budget")
-        options.budget = format_bytes(n_bytes) if is_share(options.budget) else options.budget
-
-
-def _training(options: argparse.Namespace) -> tuple[nn.Module, OptimizerBytes, Report | None]:
-    """The model for training, the bytes of its optimizer, and the report of its decomposition."""
-    model = build_model(options.model).train()
-    report = None
-    if options.rank is not None:
-        report = decompose(model, options.rank, options.method, options.select)
-    optimizers = [optimizer_of(options.optimizer, [p for p in model.parameters() if p.requires_grad])]
-    on_gpu = (options.device or "").lower() in DEVICES  # where torch steps for each by default
-    return model, predict(optimizers, foreach=on_gpu) or NO_OPTIMIZER, report
-
-
-def _explain(options: argparse.Namespace) -> None:
-    if options.top is not None and options.top < 1:
-        raise ConfigError(f"--top {options.top} shows nothing.", "Write a number of at least 1.")
-    print(layers(Plan.from_json(options.plan), options.top))
-
-
-def _rank(text: str) -> float | int | str:
-    for read in (int, float):
-        try:
-            return read(text)
-        except ValueError:
-            continue
-    return text
+    def parse_known_args(self, *given: Any, **named: Any) -> Any:
+        """Add the arguments, once, and parse."""
+        if self.prog.split()[1:] and (added := COMMANDS.get(self.prog.split()[-1])) and self.get_default("run") is None:
+            module, function, _ = added
+            getattr(import_module(f"ctdr_lightning.command_line.{module}"), function)(self)
+        return super().parse_known_args(*given, **named)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ctdr", description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="ctdr",
+        description=(__doc__ or "").split("\n\n")[0].replace("``", ""),
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"ctdr {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="command")
-
-    cut = commands.add_parser("decompose", help="show the decomposition of each layer")
-    _add_layers(cut, rank=0.5)
-    cut.set_defaults(run=_decompose)
-
-    memory = commands.add_parser("plan", help="plan the memory of a step on fake tensors: no GPU, no memory")
-    _add_batch(memory, "shape of the batch, such as 64,3,224,224")
-    memory.add_argument("--budget", help="such as 8GiB; without it and --policy, a table of budgets and their times")
-    _add_memory(memory)
-    memory.add_argument("--offload", nargs="+", help=f"places for tensors: {', '.join(HOLDERS)}")
-    memory.add_argument("--disk-folder", help="folder of the disk's file")
-    memory.add_argument(
-        "--codecs", nargs="+", help=f"auto (with a budget), exact, none, or some of {', '.join(CODECS)}"
-    )
-    memory.add_argument("--sub-batches", metavar="N", help="parts that the batch runs in; auto: the fewest that fit")
-    memory.add_argument("--html", help="file for a page on the plan: memory over the step, layers, tensors")
-    memory.set_defaults(run=_plan)
-
-    batch = commands.add_parser("max-batch", help="find the largest batch for a budget, on fake tensors too")
-    _add_batch(batch, "shape of one sample, such as 3,224,224")
-    batch.add_argument("--budget", required=True, help="such as 8GiB")
-    _add_memory(batch)
-    batch.set_defaults(run=_max_batch)
-
-    explain = commands.add_parser("explain", help="explain a saved memory plan, by layer and by tensor")
-    explain.add_argument("plan", help="a plan file")
-    explain.add_argument("--top", type=int, metavar="N", help="the largest layers and tensors alone")
-    explain.set_defaults(run=_explain)
-    add_report(commands)
-    add_recipes(commands)
+    commands = parser.add_subparsers(required=True, metavar="command", parser_class=_Command)
+    for name, (_, _, said) in COMMANDS.items():
+        commands.add_parser(name, help=said)
     return parser
-
-
-def _add_batch(parser: argparse.ArgumentParser, shape: str) -> None:
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument(
-        "--input", action="append", metavar="[NAME=]SHAPE[:DTYPE]",
-        help=f"{shape}; once for each tensor: input_ids=8,128:int64",
-    )  # fmt: skip
-    source.add_argument(
-        "--data", metavar="MODULE:CALLABLE", help="builder of a data module or loader; its first batch is used"
-    )
-
-
-def _add_memory(parser: argparse.ArgumentParser) -> None:
-    _add_layers(parser, rank=None)
-    parser.add_argument("--policy", help=f"one of {', '.join(POLICIES)}; auto by default where there is a budget")
-    parser.add_argument("--device", help="GPU that the step is for, such as h100; this processor by default")
-    parser.add_argument("--precision", help=f"{', '.join(PRECISIONS)}; the model's own by default")
-    parser.add_argument(
-        "--no-rounding", dest="rounding", action="store_false",
-        help="make the outputs of large layers and run modules whole, even where the loss is the same up to rounding",
-    )  # fmt: skip
-    parser.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default="adam", help="whose step counts as well")
-
-
-def _add_layers(parser: argparse.ArgumentParser, rank: float | None) -> None:
-    parser.add_argument(
-        "model",
-        help="module:callable, torchvision:NAME, timm:NAME or transformers:CONFIG.json; with arguments: 'net(depth=6)'",
-    )
-    parser.add_argument("--rank", type=_rank, default=rank, help="share of parameters, a rank, vbmf, error=0.05")
-    parser.add_argument("--method", default="auto", help=f"auto, or one of {', '.join(METHODS)}")
-    parser.add_argument("--select", nargs="+", help="patterns of layer names; ! leaves out")
-    parser.add_argument("--save", help="file for the plan, as JSON")
 
 
 if __name__ == "__main__":

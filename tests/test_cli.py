@@ -1,5 +1,7 @@
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 import ctdr_lightning
-from ctdr_lightning.cli import main
+from ctdr_lightning.cli import COMMANDS, main
 from ctdr_lightning.command_line.named import build_model
 from ctdr_lightning.memory import Plan, record, simulate
 
@@ -296,6 +298,9 @@ def test_planning_with_a_rank_plans_the_decomposed_model(tmp_path):
         (["plan", NAME, "--input", "a=3", "--input", "4"], "do not make a batch"),
         (["plan", NAME], "Neither --input nor --data is given"),
         (["plan", NAME, *INPUT, "--device", "abacus"], "device 'abacus' is not in the table"),
+        (["plan", NAME, *INPUT, "--device", "RTX 4090"], "Did you mean 'rtx4090'?"),
+        (["plan", NAME, *INPUT, "--rank", "auto"], "--rank auto chooses ranks by training batches"),
+        (["max-batch", NAME, "--input", "3,24,24"], "Neither --budget nor --device names memory"),
         (["plan", NAME, "--data", f"{__name__}:Words"], "gives no batch: TypeError"),
         (["plan", NAME, "--data", "nowhere:data"], "data 'nowhere:data' cannot be built: No module named 'nowhere'"),
         (["plan", f"{__name__}:hand_stepped", "--input", "3,4"], "uses manual optimization"),
@@ -380,6 +385,32 @@ def test_the_largest_batch_of_samples_with_labels_and_of_data(capsys):
     first, *rest = capsys.readouterr().out.splitlines()
     assert first in rest
     assert first.startswith("Largest batch in 20MiB: ")
+
+
+def test_the_largest_batch_for_all_memory_of_a_card(monkeypatch, capsys):
+    """Whose allocator has what CUDA's context leaves."""
+    monkeypatch.setattr("ctdr_lightning.command_line.planned.max_batch", lambda *a, **k: pytest.fail(a[3]))
+    with pytest.raises(pytest.fail.Exception, match=r"^23\.10 GiB$"):
+        main(["max-batch", NAME, "--input", "3,24,24", "--device", "rtx4090"])
+
+
+def test_help_shows_examples_and_loads_no_torch():
+    code = (
+        "import sys; from ctdr_lightning.cli import main\ntry: main(['--help'])\nfinally: print('torch' in sys.modules)"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.endswith("False\n")
+    assert all(f"\n  ctdr {command} " in shown for command in COMMANDS)
+
+
+@pytest.mark.parametrize(("typed", "found"), [("ctdr ma", "max-batch"), ("ctdr explain --t", "--top")])
+def test_tab_completes_commands_and_options(typed, found, tmp_path):
+    """As argcomplete asks: by the environment, with the answer in a file."""
+    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": typed, "COMP_POINT": str(len(typed)), "_ARGCOMPLETE_COMP_WORDBREAKS": ""}
+    answer = tmp_path / "answer"
+    environment = {**os.environ, **asked, "_ARGCOMPLETE_STDOUT_FILENAME": str(answer)}
+    subprocess.run([sys.executable, "-m", "ctdr_lightning.cli"], env=environment, check=True, capture_output=True)
+    assert answer.read_text().strip() == found
 
 
 def test_the_version(capsys):

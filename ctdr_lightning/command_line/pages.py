@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ctdr_lightning.basics.files import write_text
 from ctdr_lightning.decomposition import Report
@@ -17,9 +16,8 @@ from ctdr_lightning.pages.run_page import RunParts, run_page
 from ctdr_lightning.pages.run_record import RunRecord, layer_rows
 
 
-def add_report(commands: Any) -> None:
-    """Add ``report`` to the commands of ``ctdr``."""
-    parser = commands.add_parser("report", help="write an HTML page on a run, on several, or on a saved plan")
+def add_report(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``ctdr report``."""
     parser.add_argument("sources", nargs="+", help="folders of runs or of sweeps, or one plan file")
     parser.add_argument("-o", "--output", default="report.html", help="the page; report.html by default")
     parser.set_defaults(run=_report)

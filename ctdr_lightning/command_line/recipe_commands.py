@@ -10,11 +10,10 @@ from typing import Any
 from ctdr_lightning.basics.errors import ConfigError
 
 
-def add_recipes(commands: Any) -> None:
-    """Add ``recipes`` to the commands of ``ctdr``."""
-    parser = commands.add_parser("recipes", help="list, copy or run the recipes: training by config, the demo")
+def add_recipes(parser: argparse.ArgumentParser) -> None:
+    """Add the actions of ``ctdr recipes``."""
     parser.set_defaults(run=_list)  # without an action
-    actions = parser.add_subparsers(metavar="action")
+    actions = parser.add_subparsers(metavar="action", parser_class=argparse.ArgumentParser)
 
     listed = actions.add_parser("ls", help="list them")
     listed.set_defaults(run=_list)

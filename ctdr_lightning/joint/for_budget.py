@@ -26,7 +26,7 @@ from ctdr_lightning.decomposition.report import LayerReport, Report, layer_repor
 from ctdr_lightning.decomposition.trials.bench import Bench, Trial, bench_of
 from ctdr_lightning.joint.allowance import Allowance, AllowedDrop, AllowedLoss
 from ctdr_lightning.joint.budget_fit import BudgetFit, MetricChange
-from ctdr_lightning.joint.ladders import DENSE, RESOURCES, SHARES
+from ctdr_lightning.joint.ladders import DENSE
 from ctdr_lightning.joint.metric import MetricJudge, MetricLike, check_metric
 from ctdr_lightning.joint.priced_choice import Limits, PricedChoice
 from ctdr_lightning.joint.pricing import Account, Pricer, standing
@@ -84,12 +84,12 @@ def fit_to_budget(
         memory_budget: Bytes that a step's true peak may reach, weights, gradients and optimizer state included:
             ``"8GiB"``, a number, or a fraction of the device's memory. None asks for the least peak within
             ``max_loss``.
-        max_slowdown: Longest step, in dense steps. None wishes for 1.0: where the dense model fits under a plan that
-            takes longer, layers are only cut if that keeps the wish and is harmless: at most 0.002 nats, and at most
-            a hundredth of the divergence of the dense outputs from their own mean. Where nothing fits within the time,
-            the time gives way. Without a budget it is 1.0.
+        max_slowdown: Longest step, in dense steps. None prefers 1.0: where the dense model fits under a plan that takes
+            longer, layers are only cut if the step is no longer than that and the cut is harmless: at most 0.002 nats,
+            and at most a hundredth of the divergence of the dense outputs from their own mean. Where nothing fits
+            within the time, the time gives way. Without a budget it is 1.0.
         max_loss: Largest mean KL of the outputs to the dense model's, in nats, refined; without a budget as harmless.
-        prefer_dense: Whether the wish is 1.25: the dense model is left uncut where a plan of it takes no longer.
+        prefer_dense: Whether 1.25 is preferred: the dense model is left uncut where a plan of it takes no longer.
         rounding: Whether large linear layers may leave out their outputs where the dense step does not fit with them;
             their cross entropy is taken in chunks, which changes it by rounding. `BudgetFit.leaving_out` names them.
         tiles: Whether modules may run in tiles, with one more forward of each, where no plan of the dense step
@@ -131,7 +131,7 @@ def fit_to_budget(
     if not drawn:
         raise ConfigError("batches has no batch.", "Give a data loader, or a list of training batches.")
     drawn, unseen = set_aside(drawn) if metric is not None else (drawn, [])
-    bar = track(count(), "choose ranks", total=1 + len(RESOURCES) * len(SHARES), enabled=progress)
+    bar = track(count(), "choose ranks: candidates tried", enabled=progress)
     asked: dict[str, Any] = {"select": select, "method": method, "progress": progress, "flops": _refining_flops(model)}
     with one_bar(progress), bench_of(model, drawn, step, **asked) as bench:
         with unmoved(model), closing(bar):

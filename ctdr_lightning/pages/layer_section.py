@@ -12,7 +12,7 @@ from ctdr_lightning.pages.markup import Amount, Markup, anchor, element, filled_
 from ctdr_lightning.pages.page import section
 
 _HEAD = (
-    "layer", "kind", "method", "ranks", "parameters", "kept", "error", "held", "made again", "for",
+    "layer", "kind", "method", "ranks", "parameters", "kept", "error", "held", "recomputed", "for",
     "moved or smaller", "why",
 )  # fmt: skip
 

@@ -128,7 +128,7 @@ def _elsewhere(plan: Plan) -> Markup:
     sentences = element("ul", *(element("li", d.sentence()) for d in largest))
     more = element("details", element("summary", f"the largest {len(largest)} of {len(decisions)}"), sentences)
     return section(
-        "Moved or made again", element("p", text or "No tensor is saved."), element("p", waits) if waits else None,
+        "Moved or recomputed", element("p", text or "No tensor is saved."), element("p", waits) if waits else None,
         more if decisions else None,
     )  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,6 +58,9 @@ class Phase:
                 "Warm up within the phase.",
             )
         _check_train(self.train)
+
+
+_PHASE = frozenset(field.name for field in fields(Phase))
 
 
 def _check_train(train: Any) -> None:
@@ -213,6 +216,10 @@ class Recovery:
                 problem = f"recovery={str(value)!r} is not a file."
                 raise ConfigError(problem, "Write one: Recovery().save(path); or recovery=True for the defaults.")
             value = read_yaml(value)
+        of_phase = {key: value[key] for key in value if key in _PHASE} if isinstance(value, Mapping) else {}
+        if of_phase:
+            problem = f"recovery has no entry {', '.join(of_phase)}: each of its phases has."
+            raise ConfigError(problem, f"Write recovery={{'phases': [{of_phase}]}}.")
         return from_mapping(cls, value, "recovery")
 
 

@@ -45,7 +45,7 @@ FOLDER = Path("outputs/demo")
 WIDTHS = (32, 64, 64, 64, 128, 128, 128, 256, 256, 256)
 STRIDES = (1, 1, 1, 1, 2, 1, 1, 2, 1, 1)
 RANKS: dict[str, float | str] = {"decomposed": 0.2, "for 30 MiB": "auto"}
-MEMORY: dict[str, dict[str, str] | None] = {
+MEMORY: dict[str, dict[str, Any] | None] = {
     "dense": None,
     "decomposed": {"policy": "keep"},
     "for 30 MiB": {"memory_budget": "30MiB"},
@@ -106,8 +106,9 @@ def run(effort: Effort, data: DigitsData) -> dict[str, Row]:
     for name, memory_options in MEMORY.items():
         print(f"\n== {name} ==", flush=True)
         seed_everything(0, verbose=False)
+        callbacks: list[Callback] = []
         if memory_options is None:
-            model, callbacks, epochs = _classifier(cnn(WIDTHS, STRIDES), lr=3e-3), [], effort.dense_epochs
+            model, epochs = _classifier(cnn(WIDTHS, STRIDES), lr=3e-3), effort.dense_epochs
         else:
             model, epochs = _classifier(deepcopy(models["dense"].net), lr=1e-3), effort.fine_epochs
             recovery = Recovery(phases=[Phase(epochs=epochs)])

@@ -68,7 +68,7 @@ def test_a_laptops_window_shows_every_column_of_the_layers(tmp_path):
     long = [replace(layer, name=f"encoder.{layer.name}", **asked, **sizes) for layer in parts.record.layers]
     parts = replace(parts, record=replace(parts.record, layers=tuple(long)))
     measured = """<script>const tables = [...document.querySelectorAll("div.scroll")];
-    const table = tables.find(t => t.innerText.includes("made again"));
+    const table = tables.find(t => t.innerText.includes("recomputed"));
     document.title = [table.scrollWidth, table.clientWidth].join(" ");</script></body>"""
     (tmp_path / "page.html").write_text(run_page(parts).replace("</body>", measured))
     shown = browse(tmp_path, "--window-size=1200,900", "--dump-dom", (tmp_path / "page.html").as_uri())

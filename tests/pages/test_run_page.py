@@ -92,7 +92,7 @@ def test_epochs_are_told_as_whole_numbers_and_no_column_is_empty(parts, read):
     assert {"0", "1", "2"} <= shown
     assert not shown & {"0.5", "1.5"}
     assert "moved or smaller" not in read.text("th")  # nothing is moved
-    assert {"layer", "made again"} <= set(read.text("th"))
+    assert {"layer", "recomputed"} <= set(read.text("th"))
 
 
 def test_tensors_of_no_layer_are_the_steps_own():

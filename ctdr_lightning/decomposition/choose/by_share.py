@@ -23,7 +23,7 @@ from ctdr_lightning.decomposition.choose.sensitivity import Evidence
 from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer
 from ctdr_lightning.decomposition.methods import METHODS, Candidate, KeepDenseError
 
-ELSEWHERE = "the budget is spent better elsewhere"
+ELSEWHERE = "other layers need their parameters more"
 _NONE_SMALLER = "no factorization of it is smaller"
 _OR_RECOMPUTE = ", or let activations inside layers be recomputed: recompute=True."
 _SHOWN = 3

@@ -52,6 +52,8 @@ class TrainingData:
         Raises:
             ConfigError: If the options do not fit the module.
         """
+        if not module.automatic_optimization:
+            self._problem = "under manual optimization a training step cannot be run alone"
         if not self._problem:
             try:
                 with isolated():

@@ -57,6 +57,27 @@ def test_nothing_is_asked_of_the_device(monkeypatch):
         made_once.cache_clear()
 
 
+class Tables(optim.SGD):
+    """As bitsandbytes' optimizers do it: a table of the optimizer's own goes where the parameter is that it steps."""
+
+    def __init__(self, params):
+        super().__init__(params, 0.1, momentum=0.9)
+        self.tables = {"signed": torch.linspace(-1, 1, 256)}
+
+    def step(self, closure=None):
+        self.tables["signed"] = self.tables["signed"].to(self.param_groups[0]["params"][0].device)
+        return super().step(closure)
+
+
+def test_a_prediction_leaves_the_optimizers_own_tables_where_they_are():
+    weight = nn.Parameter(torch.randn(8, 8))
+    optimizer = Tables([weight])
+    assert predict([optimizer]).state == weight.nbytes
+    assert optimizer.tables["signed"].device == weight.device
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+
+
 LIBRARIES = ["stand-in", *(["bitsandbytes"] if find_spec("bitsandbytes") else [])]
 
 
