@@ -39,10 +39,13 @@ TABLES: dict[str, tuple[str, ...]] = {
     "planning_time": (),
     "step_time": ("R", "T", "--rounds", "5"),
     "trials": (),
+    "cards": ("--networks", "ResNet-50", "--cards", "rtx4090"),
+    "alternatives": ("--nets", "GPT", "--rounds", "3"),
     "bounds": ("--nets", "R", "--time-limit", "3"),
     "offload": ("--nets", "T", "R", "BERT", "GoogLeNet", "--rounds", "3"),
     "moving": ("policies", "--nets", "M", "--rounds", "2"),
     "digits": ("--seeds", "1"),
+    "accuracy_curve": ("--seeds", "1"),
     "recovery": ("scratch", "--seeds", "1"),
     "ranks": ("--cases", "C8 V4", "--seeds", "0"),
 }

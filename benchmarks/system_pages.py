@@ -32,11 +32,11 @@ KINDS = {
         "Each published system is one file. Its head says what is reproduced, modelled and left out.",
     ),
     "methods": Kind(
-        "Methods one by one", "decomposition/methods", 'CTDRCallback(rank=0.25, method="{name}")',
+        "Methods one by one", "decomposition/methods", 'CTDRCallback(rank=0.25, ranks={{"method": "{name}"}})',
         "Each way to write a layer as a chain of smaller ones is one file. Its head is this page.",
     ),
     "codecs": Kind(
-        "Codecs one by one", "memory/codecs", 'CTDRCallback(memory_budget="8GiB", codecs="{name}")',
+        "Codecs one by one", "memory/codecs", 'CTDRCallback(memory_budget="8GiB", memory={{"codecs": "{name}"}})',
         "Each way to write a tensor in fewer bytes is one file. Its head is this page.",
     ),
 }  # fmt: skip
