@@ -74,17 +74,17 @@ class Figures:
         part = next(part for part, of in self.parts.items() if of is kind)
         return [kind(**row) for row in self._found.get(part, [])]
 
-    def measured_on(self) -> str:
-        """A sentence with day, processor and versions."""
+    def run_on(self) -> str:
+        """A sentence with day, processor and versions; predictions are run, too."""
         found, versions = self._found["machine"], self._found["machine"]["versions"]
         shown = ", ".join(f"{name} {versions[name]}" for name in _PACKAGES[:2] if name in versions)
-        return f"Measured on {self._found['day']}: {found['processor']}, {found['cores']} cores; {shown}."
+        return f"Run on {self._found['day']}: {found['processor']}, {found['cores']} cores; {shown}."
 
     def markdown(self, head: str, lines: Sequence[str]) -> str:
         """A table of such lines and the sentence of its measurement; nothing where there is no line."""
         rule = " | ".join("---" for _ in head.split(" | "))
         table = "".join(f"| {line} |\n" for line in (head, rule, *lines))
-        return f"{table}\n{self.measured_on()}\n" if lines else ""
+        return f"{table}\n{self.run_on()}\n" if lines else ""
 
 
 Table = Callable[[Figures], str]

@@ -263,7 +263,7 @@ def _ways(net: str) -> Table:
 
 
 def _rivals(found: Figures) -> str:
-    return f"{rivals(found.rows(Pair))}\n{found.measured_on()}\n"
+    return f"{rivals(found.rows(Pair))}\n{found.run_on()}\n"
 
 
 TABLES = {**{name: _ways(name) for name in (*NETS, "RN18")}, "rivals": _rivals}

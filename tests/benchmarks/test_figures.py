@@ -21,7 +21,7 @@ def test_the_day_the_machine_and_the_versions_are_kept_and_said(tmp_path):
     found = json.loads(text)
     assert found["machine"] == machine()
     assert found["day"] == date.today().isoformat()
-    said = Figures(text, {}).measured_on()
+    said = Figures(text, {}).run_on()
     for part in (found["day"], found["machine"]["processor"], f"torch {found['machine']['versions']['torch']}"):
         assert part in said
 

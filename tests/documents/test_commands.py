@@ -61,6 +61,14 @@ def resnet50():
     return Net(1000)
 
 
+def list_models():
+    return ["resnet50"]
+
+
+def get_model(name, weights=None):
+    return globals()[name]()
+
+
 """
 
 
