@@ -30,8 +30,16 @@ SHOWN = r"(\[{name}\.py\]\({name}\.py\).*?```bash\npython {name}\.py([^\n]*)\n``
 OTHERS = re.compile(  # what Lightning, torch and our progress lines write between our texts
     r"Seed set|\[rank: |GPU available|TPU available|💡|`Trainer|Initializing dist|distributed_backend|All distributed"
     r"|\S+\.py:\d+: |\s+warnings\.warn"
-    r"|(choose|plan|look|count|try|record|measure|refine|factorize)[a-z ]{0,30}(: \d+( of \d+)?)?(, .*)?$"
+    r"|(choose|plan|look|count|try|record|measure|refine|factorize)[a-z ]{0,30}(: [a-z ]+)?(: \d+( of \d+)?)?(, .*)?$"
 )
+# Runs a script whose choice of ranks finds all steps equally long: the texts hang on no clock.
+STEADY = """
+import runpy, sys
+from ctdr_lightning.joint import pricing, search
+pricing.RealStep.seconds, search.PREDICTION_ERROR = lambda _: 1.0, 1e9
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 VERDICT = r"Budget of ([\d.]+) MiB kept", r"([\d.]+) MiB\s+measured\.\nBudget"
 EXACT = re.compile(r"[Bb]udget (?:of )?[\d.]+ \w+|Parameters: [\d,]+")
 
@@ -55,7 +63,7 @@ def texts_of(stderr):
 def printed(name, folder):
     """Run an example with the page's arguments in a folder; returns the callback's lines."""
     paths = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, FOLDER / f"{name}.py", *shlex.split(on_page(name)[2])]
+    command = [sys.executable, "-c", STEADY, FOLDER / f"{name}.py", *shlex.split(on_page(name)[2])]
     done = subprocess.run(command, cwd=folder, env={**os.environ, **paths}, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     return texts_of(done.stderr)
