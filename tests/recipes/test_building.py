@@ -24,7 +24,13 @@ def test_a_missing_package_is_named_with_the_line_that_installs_it(monkeypatch):
 
 
 def test_an_unknown_argument_names_the_nearest():
-    with pytest.raises(ConfigError, match="takes no 'rnak'") as caught:
+    with pytest.raises(ConfigError, match="DigitsData takes no 'image_syze'") as caught:
+        build(node(_target_="ctdr_recipes.data.DigitsData", image_syze=8))
+    assert caught.value.hint.startswith("Did you mean 'image_size'?")
+
+
+def test_an_unknown_argument_of_the_callback_is_answered_by_itself():
+    with pytest.raises(ConfigError, match="CTDRCallback\\(\\) has no argument 'rnak'") as caught:
         build(node(_target_="ctdr_lightning.CTDRCallback", rnak=0.5))
     assert caught.value.hint.startswith("Did you mean 'rank'?")
 
