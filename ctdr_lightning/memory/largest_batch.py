@@ -171,9 +171,10 @@ class _Search:
         size = _extrapolated(self._floor_bytes, min(max(2, low + 1), self._most), self._limit_bytes, self._most)
         while high - low > close:
             size = min(max(size, low + 1), high - 1)
-            before, low = low, self._reached(size, low)
+            timeline = self._planned(self._traced(size), self._limit_bytes)
+            before, low = low, low if timeline is None else self._reached(timeline, size, low)
             close = max(1, int(SHARE * low))
-            if low and low < size and low - before < close:
+            if timeline is not None and low and low < size and low - before < close:
                 break
             high = high if low == size else size
             size = 2 * size if high > self._most else (low + high) // 2
@@ -182,11 +183,8 @@ class _Search:
     def _floor_bytes(self, size: int) -> int:
         return floor_bytes(self._traced(size))
 
-    def _reached(self, size: int, known: int) -> int:
+    def _reached(self, timeline: Timeline, size: int, known: int) -> int:
         """The largest batch that fits by the plan of this one; at least the known one."""
-        timeline = self._planned(self._traced(size), self._limit_bytes)
-        if timeline is None:
-            return known
 
         def carried(smaller: int) -> Timeline:
             step = self._traced(smaller)

@@ -112,6 +112,18 @@ def test_one_sample_that_the_allocator_does_not_hold_names_what_it_reserves(net)
     assert max_batch(net, inputs, loss, caught.value.least_peak_bytes, "sqrt", most=2, device="a100").size >= 1
 
 
+def test_a_policy_that_has_no_plan_for_what_is_too_large_is_asked_for_less(net):
+    def strict(step, budget):
+        made = POLICIES["sqrt"](step, budget)
+        if made.peak_bytes > budget.peak_bytes:
+            raise InfeasibleBudgetError("too large", "", least_peak_bytes=made.peak_bytes)
+        return made
+
+    found = max_batch(net, inputs, loss, "600KB", strict)
+    assert found.size == pytest.approx(max_batch(net, inputs, loss, "600KB", "sqrt").size, rel=SHARE)
+    assert found.size > found.plain_size
+
+
 def test_a_limit_and_a_budget_for_nothing(net):
     assert max_batch(net, inputs, loss, "1GB", most=5).size == 5
     with pytest.raises(InfeasibleBudgetError, match="Not even one sample"):
