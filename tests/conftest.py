@@ -50,6 +50,18 @@ def _define_torchvision_operators() -> torch.library.Library | None:
 _TORCHVISION = _define_torchvision_operators()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--device cuda`` runs the steps of tests/memory on a GPU."""
+    parser.addoption("--device", default="cpu", help="device of the steps of tests/memory")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Steps are built on the device that is asked for."""
+    if config.getoption("device") != "cpu":
+        torch.set_default_device(config.getoption("device"))
+        torch.backends.cudnn.deterministic = True
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _searches_end_by_their_work():
     """The planner's safety stop comes ten times as late, so that a slow machine makes the same plans as a fast one."""
@@ -61,4 +73,5 @@ def _searches_end_by_their_work():
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
-    torch.use_deterministic_algorithms(False)  # Trainer(deterministic=True) leaves them on for the process
+    # Trainer(deterministic=True) leaves them on for the process. A GPU's plain steps repeat themselves with them alone.
+    torch.use_deterministic_algorithms(torch.get_default_device().type != "cpu", warn_only=True)

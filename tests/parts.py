@@ -79,10 +79,10 @@ def blobs(seed=0, **options):
 
 
 def quiet_trainer(*callbacks, **options):
-    """A CPU trainer without output."""
+    """A trainer on the suite's device without output."""
     defaults = {
-        "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
-        "enable_model_summary": False, "max_epochs": 2, "log_every_n_steps": 1,
+        "accelerator": torch.get_default_device().type, "logger": False, "enable_checkpointing": False,
+        "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": 2, "log_every_n_steps": 1,
     }  # fmt: skip
     return Trainer(callbacks=list(callbacks), **{**defaults, **options})
 

@@ -15,13 +15,14 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune, rnn, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
+from tests.memory.harness import noise
 from tests.memory.programs import IMAGES, X, mlp
 
 Step = Callable[[nn.Module], Tensor]
 Made = tuple[nn.Module, Step] | tuple[nn.Module, Step, Callable[[Tensor], None]]
 HARD: dict[str, Callable[[], Made]] = {}
 TOKENS = torch.arange(24).view(4, 6) % 11
-SEQUENCE = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(3))
+SEQUENCE = noise(4, 6, 16, seed=3)
 LABELS = torch.arange(6) % 4
 
 
@@ -148,7 +149,7 @@ def channels_last() -> Made:
 @hard
 def autocast_to_bfloat16() -> Made:
     def step(net: nn.Module) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(X.device.type, dtype=torch.bfloat16):
             return net(IMAGES).float().square().mean()
 
     return convs(nn.Flatten(), nn.Linear(8 * 144, 4)), step
@@ -156,7 +157,7 @@ def autocast_to_bfloat16() -> Made:
 
 @hard
 def grid_sampling() -> Made:
-    grid = torch.rand(4, 5, 5, 2, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    grid = noise(4, 5, 5, 2, seed=0).tanh()
     return convs(), lambda net: F.grid_sample(net(IMAGES), grid, align_corners=False).square().mean()
 
 
@@ -304,7 +305,7 @@ def sum_of_some(net: nn.Module) -> Tensor:
 @hard
 def a_generator_of_its_own() -> Made:
     def step(net: nn.Module) -> Tensor:
-        noise = torch.randn(6, 16, generator=torch.Generator().manual_seed(5))
+        noise = torch.randn(6, 16, generator=torch.Generator(X.device).manual_seed(5))
         return net(X + noise).exp().mean()
 
     return mlp(16, 16, 16), step
@@ -364,7 +365,7 @@ def cells_in_a_loop() -> Made:
 @hard
 def packed_sequences() -> Made:
     def step(net: nn.Module) -> Tensor:
-        packed = rnn.pack_padded_sequence(SEQUENCE, torch.tensor([6, 5, 3, 1]), batch_first=True)
+        packed = rnn.pack_padded_sequence(SEQUENCE, torch.tensor([6, 5, 3, 1], device="cpu"), batch_first=True)
         return rnn.pad_packed_sequence(net(packed)[0])[0].square().mean()
 
     return nn.RNN(16, 8, batch_first=True), step
@@ -474,7 +475,7 @@ def a_codebook_with_a_straight_through_gradient() -> Made:
         return net.head(hidden + (chosen - hidden).detach()).exp().mean() + F.mse_loss(hidden, chosen)
 
     net = Model()
-    net.register_buffer("book", torch.randn(5, 16, generator=torch.Generator().manual_seed(1)))
+    net.register_buffer("book", noise(5, 16, seed=1))
     return net, step
 
 

@@ -31,6 +31,17 @@ class Outcome:
         return sorted(n for n in names if not _same(self.tensors.get(n), other.tensors.get(n)))
 
 
+def noise(*shape: int, seed: int) -> Tensor:
+    """Normal numbers on the suite's device, the same on each."""
+    drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return drawn.to(torch.get_default_device())
+
+
+def rng_state() -> Tensor:
+    """Of the generator of the suite's device."""
+    return torch.cuda.get_rng_state() if torch.get_default_device().type == "cuda" else torch.get_rng_state()
+
+
 def _copy(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
@@ -43,7 +54,7 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 
 def _bits(tensor: Tensor) -> np.ndarray:
     """Its bytes; numpy compares them in a third of the time that torch takes."""
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    return tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy()
 
 
 class Bench:
@@ -86,7 +97,7 @@ class Bench:
         return self.outcome(loss)
 
     def outcome(self, loss: Tensor) -> Outcome:
-        found = {"loss": loss.detach().clone(), "rng": torch.get_rng_state()}
+        found = {"loss": loss.detach().clone(), "rng": rng_state()}
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
                 found[f"grad of {name}"] = _copy(parameter.grad)

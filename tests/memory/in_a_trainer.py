@@ -4,6 +4,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
+from tests.memory.harness import rng_state
 from tests.parts import fit
 
 
@@ -29,7 +30,7 @@ def trained(make, n_steps, *callbacks):
     torch.manual_seed(0)
     module = OneStep(*make())
     torch.manual_seed(1)
-    batches = DataLoader(torch.zeros(n_steps, 1), 1)
+    batches = DataLoader(torch.zeros(n_steps, 1, device="cpu"), 1)
     fit(module, *callbacks, data=(batches, None), max_epochs=1, limit_val_batches=0)
     left = {n: t.detach().clone() for n, t in module.state_dict().items()}
-    return left | {f"loss {i}": loss for i, loss in enumerate(module.losses)} | {"rng": torch.get_rng_state()}
+    return left | {f"loss {i}": loss for i, loss in enumerate(module.losses)} | {"rng": rng_state()}

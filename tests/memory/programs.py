@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
-import torch
 from torch import Tensor, nn
 
-from tests.memory.harness import Bench, check
+from tests.memory.harness import Bench, check, noise
 
-X = torch.randn(6, 16, generator=torch.Generator().manual_seed(1))
-IMAGES = torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(2))
+X = noise(6, 16, seed=1)
+IMAGES = noise(4, 3, 12, 12, seed=2)
 
 
 def mlp(*sizes: int, dropout: float = 0.0) -> nn.Sequential:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from importlib import import_module
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.memory.hard_steps import Made
+from tests.memory.harness import noise
 
 UNSEEN: dict[str, Callable[[], Made]] = {}
 DEPTH = 4
@@ -29,12 +31,17 @@ def unseen(make: Callable[[], Made]) -> Callable[[], Made]:
 
 
 def raw(tensor: Tensor) -> np.ndarray:
-    """The memory of a tensor, which torch does not see being read or written."""
-    return tensor.detach().numpy()
+    """The memory of a tensor, which torch does not see being read or written; on a GPU by CuPy's kernels."""
+    return tensor.detach().numpy() if tensor.is_cpu else import_module("cupy").asarray(tensor.detach())
 
 
-INPUTS = torch.randn(64, 16, generator=torch.Generator().manual_seed(3))
-PICTURES = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(5))
+def seen(array: np.ndarray) -> Tensor:
+    """A tensor of such an array's memory."""
+    return torch.from_numpy(array) if isinstance(array, np.ndarray) else torch.as_tensor(array)
+
+
+INPUTS = noise(64, 16, seed=3)
+PICTURES = noise(8, 3, 16, 16, seed=5)
 
 
 def inputs() -> Tensor:
@@ -321,7 +328,7 @@ def a_kernel_writes_an_integer_index() -> Made:
         h = inputs()
         for layer in net.layers:
             index = torch.zeros(64, 16, dtype=torch.long)
-            raw(index)[...] = np.arange(16)[::-1]
+            raw(index)[...] = raw(torch.arange(16))[::-1]
             h = layer(h).gather(1, index).sigmoid()
         return h.square().sum()
 
@@ -414,11 +421,11 @@ def pooled(after: Callable[[Tensor], Tensor]) -> Made:
 def a_kernel_reads_a_saved_relu() -> Made:
     def forward(ctx, y):
         ctx.save_for_backward(y)
-        return torch.from_numpy(raw(y) ** 2)
+        return seen(raw(y) ** 2)
 
     def backward(ctx, g):
         (y,) = ctx.saved_tensors
-        return torch.from_numpy(2 * raw(y) * raw(g))
+        return seen(2 * raw(y) * raw(g))
 
     return pooled(function(forward, backward))
 
@@ -427,11 +434,11 @@ def a_kernel_reads_a_saved_relu() -> Made:
 def a_kernel_reads_a_view_of_a_saved_relu() -> Made:
     def forward(ctx, y):
         ctx.save_for_backward(y.flatten(1))
-        return torch.from_numpy(raw(y) ** 2)
+        return seen(raw(y) ** 2)
 
     def backward(ctx, g):
         (y,) = ctx.saved_tensors
-        return torch.from_numpy(2 * raw(y).reshape(g.shape) * raw(g))
+        return seen(2 * raw(y).reshape(g.shape) * raw(g))
 
     return pooled(function(forward, backward))
 
@@ -462,7 +469,8 @@ def a_saved_relu_is_read_by_dlpack() -> Made:
 
     def backward(ctx, g):
         (y,) = ctx.saved_tensors
-        return 2 * torch.from_numpy(np.from_dlpack(y.detach()).copy()) * g
+        library = np if y.is_cpu else import_module("cupy")
+        return 2 * seen(library.from_dlpack(y.detach()).copy()) * g
 
     return pooled(function(forward, backward))
 
@@ -472,7 +480,7 @@ def a_saved_relu_is_read_by_dlpack() -> Made:
 
 def _custom(name: str, body: Callable[[Tensor], Tensor], backward: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
     LIB.define(f"{name}(Tensor x) -> (Tensor, Tensor)")
-    LIB.impl(name, body, "CPU")
+    LIB.impl(name, body, "CompositeExplicitAutograd")
     op = getattr(torch.ops.unseen, name)
 
     def setup(ctx, inputs, output):
@@ -501,7 +509,7 @@ def _dropped_by_p(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
 
 
 LIB.define("drops_by(Tensor x, float p) -> (Tensor, Tensor)")
-LIB.impl("drops_by", _dropped_by_p, "CPU")
+LIB.impl("drops_by", _dropped_by_p, "CompositeExplicitAutograd")
 torch.library.register_autograd(
     "unseen::drops_by",
     lambda ctx, g, _: (g * ctx.saved_tensors[0], None),
@@ -572,7 +580,8 @@ def an_operator_with_a_state_of_its_own() -> Made:
 @unseen
 def numbers_drawn_by_numpy() -> Made:
     def forward(ctx, x):
-        kept = torch.from_numpy((np.random.default_rng(5).random(tuple(x.shape)) > 0.5).astype(np.float32))
+        drawn = np.random.default_rng(5).random(tuple(x.shape)) > 0.5
+        kept = seen(drawn.astype(np.float32)).to(x.device)
         ctx.save_for_backward(kept)
         return x * kept
 
@@ -616,7 +625,7 @@ def an_operator_whose_bits_follow_from_the_thread() -> Made:
 def a_kernel_that_only_reads() -> Made:
     def forward(ctx, x):
         ctx.save_for_backward(x)
-        return torch.from_numpy(np.tanh(raw(x)))
+        return seen(np.tanh(raw(x)))
 
     def backward(ctx, g):
         (x,) = ctx.saved_tensors

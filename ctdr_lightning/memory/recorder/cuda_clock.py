@@ -19,6 +19,9 @@ _CYCLES = 300_000
 # A first call loads kernels, makes plans or tries algorithms, so it is run again; an op of many kernels takes longer to
 # hand over each time.
 _TRIES = (_CYCLES, _CYCLES, 8 * _CYCLES)
+# cuDNN writes into the reserve of a recurrent layer while it computes the layer's gradients, which no schema declares:
+# torch copies it where the graph is retained (tools/autograd/derivatives.yaml). A second run gives other gradients.
+_WRITES_UNDECLARED = {"aten._cudnn_rnn_backward.default", "aten.miopen_rnn_backward.default"}
 
 
 class _Pair:
@@ -106,6 +109,8 @@ class CudaClock:
 
 def _may_repeat(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether another run changes nothing: no write, no random number, no other process."""
+    if traits(func).name in _WRITES_UNDECLARED:
+        return False
     types = tuple({type(tensor) for tensor in tensors_in((*args, *kwargs.values()))})
     return not (traits(func).writes or pin_reason_of_call(func, args, kwargs) or pin_reason_of_types(types))
 

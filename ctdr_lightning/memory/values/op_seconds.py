@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from ctdr_lightning.basics.devices import DeviceModel, product_flops32_per_s
 from ctdr_lightning.basics.torch_private import OpOverload
 from ctdr_lightning.memory.values.op_traits import traits
-from ctdr_lightning.memory.values.tensors import tensors_in
+from ctdr_lightning.memory.values.tensors import has_storage, tensors_in
 
 # Positions of the arguments that a kernel reads a second time: BatchNorm that trains takes its statistics, or their
 # gradients, in a pass of its own. Forward: two reads and a write; backward: four reads and a write.
@@ -30,6 +30,7 @@ _READ_AGAIN = {
 # A view is no kernel: the host makes it in about a quarter of an op's time.
 _VIEW_SHARE = 0.25
 _BF16_CAPABILITY = (8, 0)
+_RECURRENT = {"aten._cudnn_rnn.default", "aten._cudnn_rnn_backward.default"}
 # `torch.nn.functional.linear_cross_entropy` with options is one operator, which torch does not count.
 _CHUNKED_LOSS = "torch_nn._linear_cross_entropy_batch_chunked"
 
@@ -51,7 +52,7 @@ def op_seconds(device: DeviceModel, func: OpOverload, args: tuple[Any, ...], kwa
     if what.view:
         return 0.0
     outs = list(tensors_in(out if type(out) in (tuple, list) else (out,)))
-    moved = sum(t.nbytes for t in (*tensors_in((*args, *kwargs.values())), *outs))
+    moved = sum(t.nbytes for t in (*tensors_in((*args, *kwargs.values())), *outs) if has_storage(t))
     again = _READ_AGAIN.get(what.name, ()) if device.is_gpu else ()
     moved += sum(args[i].nbytes for i in again if isinstance(args[i], Tensor))
     rate = _rate(device, what.name, outs[0].dtype if outs else torch.float32)
@@ -87,7 +88,7 @@ def _rate(device: DeviceModel, name: str, dtype: torch.dtype) -> float:
 
 
 def _flops(func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
-    if name.startswith("aten._cudnn_rnn"):
+    if name in _RECURRENT:
         return _recurrent_flops(name, args)
     if name.startswith(_CHUNKED_LOSS):
         return _loss_flops(args)

@@ -17,6 +17,7 @@ from ctdr_lightning.basics.torch_private import FakeTensor, OpOverload
 from ctdr_lightning.memory.values.tensors import has_storage, tensors_in
 
 COLLECTIVE = "collective"
+FILLABLE = "a constant that a kernel may fill"
 UNPROVEN = "an operator that was not seen to repeat itself"
 _EXCHANGING = {"c10d", "_c10d_functional", "c10d_functional", "fsdp", "symm_mem", "_dtensor"}
 _UNINITIALISED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
@@ -212,7 +213,7 @@ def pin_reason_on_gpu(func: OpOverload, args: tuple[Any, ...], out: Tensor) -> s
     if op.shaped_by_numbers and (not op.name.startswith("aten.index.") or _has_mask(args[1])):
         return "its shape follows from contents"
     if op.name in FACTORIES:
-        return "a constant that a kernel may fill"
+        return FILLABLE
     integral = not (out.is_floating_point() or out.is_complex() or out.dtype is torch.bool)
     if integral and any(t.is_floating_point() for t in tensors_in(args)):
         return "an index from floating-point numbers"
