@@ -56,7 +56,7 @@ def op_seconds(device: DeviceModel, func: OpOverload, args: tuple[Any, ...], kwa
     again = _READ_AGAIN.get(what.name, ()) if device.is_gpu else ()
     moved += sum(args[i].nbytes for i in again if isinstance(args[i], Tensor))
     rate = _rate(device, what.name, outs[0].dtype if outs else torch.float32)
-    return max(device.launch_s, _flops(func, what.name, args, kwargs, out) / rate, moved / device.bytes_per_s)
+    return max(device.launch_s, op_flops(func, args, kwargs, out) / rate, moved / device.bytes_per_s)
 
 
 def behind_host(device: DeviceModel, seconds: Iterable[float]) -> list[float]:
@@ -87,7 +87,16 @@ def _rate(device: DeviceModel, name: str, dtype: torch.dtype) -> float:
     return product_flops32_per_s(device, by_cudnn="convolution" in name or "cudnn" in name)
 
 
-def _flops(func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+def op_flops(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+    """Arithmetic of one call by torch's formulas; 0 for an op that torch does not count.
+
+    Args:
+        func: The op.
+        args: Its arguments; tensors may be fake.
+        kwargs: Its keyword arguments.
+        out: Its result.
+    """
+    name = traits(func).name
     if name in _RECURRENT:
         return _recurrent_flops(name, args)
     if name.startswith(_CHUNKED_LOSS):

@@ -4,13 +4,37 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils.flop_counter import FlopCounterMode
-
+from ctdr_lightning.basics.torch_private import OpMode, OpOverload
 from ctdr_lightning.memory.values.live_bytes import tell_trackers
+from ctdr_lightning.memory.values.op_seconds import op_flops
 from ctdr_lightning.trainer.training_step.batch_meter import BatchMeter
 from ctdr_lightning.trainer.training_step.device import tensors_of
 from ctdr_lightning.trainer.training_step.layers import Chain, Layer, Step
 from ctdr_lightning.trainer.training_step.optimizer.resident import optimizer_tensors, waiting_tensors
+
+
+class OperationCounter(OpMode):
+    """Counts the operations of what runs while it is entered, and leaves every op as it is.
+
+    torch's ``FlopCounterMode`` runs an op that it does not know in parts: on a GPU a fused RMSNorm was rounded
+    differently. Its hooks on modules refuse ``torch.autograd.grad`` within a step.
+
+    Attributes:
+        total: Operations so far.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0.0
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.total += op_flops(func, args, kwargs or {}, out)
+        return out
 
 
 class Metered(Layer):
@@ -26,7 +50,7 @@ class Metered(Layer):
         self.metering = self._counting = False
         self.step_flops = 0
         self.measured: BatchMeter | None = None
-        self._counter: FlopCounterMode | None = None
+        self._counter: OperationCounter | None = None
         self._meter: BatchMeter | None = None
 
     def batch_begins(self, *, metered: bool) -> None:
@@ -43,7 +67,7 @@ class Metered(Layer):
         if self.metering:
             self._start_meter(step)
         if self._counting and self._counter is None:
-            self._counter = FlopCounterMode(display=False)
+            self._counter = OperationCounter()
             self._counter.__enter__()
         try:
             return rest.forward(step)
@@ -80,7 +104,7 @@ class Metered(Layer):
         counter, self._counter = self._counter, None
         if counter is not None:
             counter.__exit__(None, None, None)
-            self.step_flops, self._counting = counter.get_total_flops(), False
+            self.step_flops, self._counting = int(counter.total), False
 
     def _stop_meter(self) -> BatchMeter | None:
         meter, self._meter = self._meter, None

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ctdr_lightning.trainer.training_step.guided import Taught, Unguided
 from ctdr_lightning.trainer.training_step.layers import Chain, Layer, Step, loss_of
@@ -98,6 +99,41 @@ def test_operations_are_counted_once_asked():
     chain.forward(step(lambda x, scale: torch.ones(8, 8) @ torch.ones(8, 8)))
     meters.backward_done()
     assert meters.step_flops == 2 * 2 * 3 * 4
+
+
+class _Seen(TorchDispatchMode):
+    """The names of the ops that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_counting_operations_runs_each_op_whole_and_lets_a_step_ask_for_gradients():
+    """torch's counter ran the fused RMSNorm in parts, and refused ``torch.autograd.grad`` under modules."""
+    lib = torch.library.Library("counted", "DEF")
+    lib.define("twice(Tensor x) -> Tensor")
+    lib.impl("twice", lambda x: x + x, "CompositeImplicitAutograd")
+    lib.impl("twice", lambda x: x * 2, "CPU")
+    lib.impl("twice", torch.library.fallthrough_kernel, "AutogradCPU")
+    net, x = torch.nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)
+
+    def penalised(*_, **__):
+        (gradient,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+        torch.ops.counted.twice(x.detach())
+        return gradient.square().sum()
+
+    meters = Metered()
+    meters.count_next()
+    with _Seen() as seen:
+        Chain([meters]).forward(step(penalised)).backward()
+        meters.backward_done()
+    assert "counted.twice.default" in seen.names
+    assert meters.step_flops > 0
 
 
 @pytest.mark.parametrize(
