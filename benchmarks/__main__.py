@@ -35,6 +35,7 @@ TABLES: dict[str, tuple[str, ...]] = {
     "logits": ("--models", "gpt2", "--words", "8000", "--rounds", "3"),
     "tiles": ("--nets", "LeNet", "AlexNet"),
     "compiled": ("--nets", "T", "--engines", "aot_eager", "--settings", "0.5", "--shares", "0.5", "--rounds", "3"),
+    "gpu": ("battery", "--small"),
     "planner": ("--nets", "R", "T", "RN18", "--shares", "0.8", "0.5", "0.4"),
     "planning_time": (),
     "step_time": ("R", "T", "--rounds", "5"),

@@ -38,7 +38,9 @@ Line = str | Callable[[Any], str]
 def machine() -> dict[str, Any]:
     """The processor, the system and the versions that figures depend on."""
     versions = {found.metadata["Name"]: found.version for found in distributions()}
+    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     return {
+        **gpu,
         "processor": _processor(),
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -78,7 +80,8 @@ class Figures:
         """A sentence with day, processor and versions; predictions are run, too."""
         found, versions = self._found["machine"], self._found["machine"]["versions"]
         shown = ", ".join(f"{name} {versions[name]}" for name in _PACKAGES[:2] if name in versions)
-        return f"Run on {self._found['day']}: {found['processor']}, {found['cores']} cores; {shown}."
+        gpu = f"{found['gpu']}; " if "gpu" in found else ""
+        return f"Run on {self._found['day']}: {gpu}{found['processor']}, {found['cores']} cores; {shown}."
 
     def markdown(self, head: str, lines: Sequence[str]) -> str:
         """A table of such lines and the sentence of its measurement; nothing where there is no line."""

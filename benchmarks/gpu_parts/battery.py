@@ -1,4 +1,4 @@
-"""Whether a step under a plan leaves the plain step's bits: nets, precisions, plans of all actions, streams."""
+"""Bits that a step leaves under a plan and without one: nets, precisions, plans of all actions, streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine costs where nothing is saved, and torch's own ways to save memory beside plans."""
+"""The cost of the engine where nothing is saved, and torch's own ways to save memory beside plans."""
 
 from __future__ import annotations
 

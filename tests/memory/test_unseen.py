@@ -151,6 +151,7 @@ def test_under_every_plan(name, tmp_path):
 
 @pytest.mark.parametrize("name", UNSEEN)
 def test_while_it_is_recorded_under_a_budget(name):
+    recorded(name)  # the trial of another library's operator moves a state that it keeps
     bench = benched(name)
     want, held = bench.run(), set()
     budget_bytes = int(0.6 * bench.peak_bytes())

@@ -11,7 +11,7 @@ from ctdr_lightning.basics.gpu_memory import counts, watch_peak
 from ctdr_lightning.basics.torch_private import OpOverload, keep_gpu_busy
 from ctdr_lightning.memory.recorder.workspace import is_plain_pointwise
 from ctdr_lightning.memory.tape.clock import Timed
-from ctdr_lightning.memory.values.op_traits import pin_reason_of_call, pin_reason_of_types, traits
+from ctdr_lightning.memory.values.op_traits import may_run_twice, traits
 from ctdr_lightning.memory.values.tensors import tensors_in
 
 # About 0.2 ms on cards of 1.5 GHz: handing over an op of several kernels takes its host some 0.05 ms.
@@ -19,9 +19,6 @@ _CYCLES = 300_000
 # A first call loads kernels, makes plans or tries algorithms, so it is run again; an op of many kernels takes longer to
 # hand over each time.
 _TRIES = (_CYCLES, _CYCLES, 8 * _CYCLES)
-# cuDNN writes into the reserve of a recurrent layer while it computes the layer's gradients, which no schema declares:
-# torch copies it where the graph is retained (tools/autograd/derivatives.yaml). A second run gives other gradients.
-_WRITES_UNDECLARED = {"aten._cudnn_rnn_backward.default", "aten.miopen_rnn_backward.default"}
 
 
 class _Pair:
@@ -69,7 +66,7 @@ class CudaClock:
     def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Timed:
         """Run a call between two events; the time returned is the pair's number, negative."""
         pair = _Pair(_key(func, args, kwargs))
-        may_repeat, out, temp_bytes = _may_repeat(func, args, kwargs), None, 0
+        may_repeat, out, temp_bytes = may_run_twice(func, args, kwargs), None, 0
         for cycles in _TRIES:
             out = None  # of the try before
             out, temp_bytes = self._try(pair, cycles, func, args, kwargs)
@@ -105,14 +102,6 @@ class CudaClock:
         for pair in sorted(self._pairs, key=lambda pair: (pair.waited, pair.seconds())):
             found.setdefault(pair.key, pair.seconds())
         return found
-
-
-def _may_repeat(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether another run changes nothing: no write, no random number, no other process."""
-    if traits(func).name in _WRITES_UNDECLARED:
-        return False
-    types = tuple({type(tensor) for tensor in tensors_in((*args, *kwargs.values()))})
-    return not (traits(func).writes or pin_reason_of_call(func, args, kwargs) or pin_reason_of_types(types))
 
 
 def _key(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:

@@ -184,7 +184,8 @@ class Recorder(OpMode):
 
     def _run_pinned(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Timed:
         self._table.overwrites(func, args, kwargs)  # a hook may overwrite a later replay's input in the backward
-        return (self._clock or CpuClock()).run(func, args, kwargs)
+        run = (self._clock or CpuClock()).run
+        return run(func, args, kwargs) if self.evictor is None else self.evictor.attempt(func, args, kwargs, run)
 
     def _choose_clock(self, args: tuple[Any, ...]) -> Clock:
         # Among fake tensors a real one is a constant that is about to become fake: its device says nothing.

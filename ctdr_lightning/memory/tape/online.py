@@ -14,7 +14,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from ctdr_lightning.memory.tape.clock import Clock, Timed
 from ctdr_lightning.memory.tape.verifier import Verifier
 from ctdr_lightning.memory.values.live_bytes import LiveBytes
 from ctdr_lightning.memory.values.op_seconds import op_seconds
-from ctdr_lightning.memory.values.op_traits import traits
+from ctdr_lightning.memory.values.op_traits import may_run_twice, traits
 from ctdr_lightning.memory.values.replay import hold_for_views, materialize
 from ctdr_lightning.memory.values.tensors import alias_of, tensors_in
 from ctdr_lightning.memory.values.value import Node, Value, root_of
@@ -39,6 +39,10 @@ COSTS: Registry[Cost] = Registry("DTR cost")
 # Kept free on a GPU from the first op on: cuDNN takes its workspace inside an op, before its size can be seen. Chosen,
 # not tuned.
 WORKSPACE_SHARE = 0.05
+# Of the budget, given up each time that the allocator has no block for an op: free memory is fragmented, or a workspace
+# is larger than the reserve. Chosen, not tuned.
+GIVEN_UP_SHARE = 0.05
+T = TypeVar("T")
 
 
 class Evictable:
@@ -121,7 +125,7 @@ class Online:
         node = self._table.capture(func, index, args, kwargs)
         if traits(func).writes:
             self._table.overwrites(func, args, kwargs)
-        out, measured, temp_bytes = clock.run(func, args, kwargs)
+        out, measured, temp_bytes = self.evictor.attempt(func, args, kwargs, clock.run)
         made = self._table.bind(node, out) if node is not None else []
         seconds = self.evictor.cost_of(measured, func, args, kwargs, out)
         self.evictor.ran(node, [value for value in made if value is not None], out, seconds, temp_bytes)
@@ -250,9 +254,51 @@ class Evictor:
     def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op of the backward, count its outputs, make room; storages from before the step are not counted."""
         self.live.ignore(tensors_in((*args, *kwargs.values())))
-        out = func(*args, **kwargs)
+        out = self.attempt(func, args, kwargs, lambda func, args, kwargs: func(*args, **kwargs))
         self.ran(None, [], out, 0.0)
         return out
+
+    def attempt(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], T],
+    ) -> T:
+        """Run a call; where the allocator has no block for it, evict and run it again, if that leaves the same behind.
+
+        Args:
+            func: The op.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            run: Runs it.
+
+        Raises:
+            OutOfMemoryError: If nothing is left to evict.
+        """
+        try:
+            return run(func, args, kwargs)
+        except torch.OutOfMemoryError:
+            if not may_run_twice(func, args, kwargs) or not self._give_up():
+                raise
+        return self._until_it_fits(lambda: run(func, args, kwargs))
+
+    def _until_it_fits(self, run: Callable[[], T]) -> T:
+        while True:
+            try:
+                return run()
+            except torch.OutOfMemoryError:
+                if not self._give_up():
+                    raise
+
+    def _give_up(self) -> bool:
+        """Make do with less from now on. Returns whether that has evicted anything."""
+        before, share = self.evictions, max(int(GIVEN_UP_SHARE * self.budget_bytes), 1)
+        self.budget_bytes = min(self.live_bytes() + self.reserve_bytes, self.budget_bytes) - share
+        self.make_room()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        return self.evictions > before
 
     def keep(self, value: Value, tensor: Tensor) -> None:
         """Hold a value that was saved or made again, but so that it can be evicted (again)."""
@@ -269,7 +315,7 @@ class Evictor:
         self._now += 1
         if value.eviction is not None:
             value.eviction.last = self._now
-        tensor = materialize(value, self._keep_replayed, self.make_room)
+        tensor = self._until_it_fits(lambda: materialize(value, self._keep_replayed, self.make_room))
         if self.verifier is not None:
             self.verifier.returned(value, tensor)
         self.make_room()

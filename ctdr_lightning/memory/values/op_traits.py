@@ -46,6 +46,9 @@ _WORKSPACES = {
     "_scaled_dot_product_efficient_attention": (1, 2, 3),
     "_scaled_dot_product_cudnn_attention": (1, 6, 7, 8),
 }
+# cuDNN writes into the reserve of a recurrent layer while it computes the layer's gradients, which no schema declares:
+# torch copies it where the graph is retained (tools/autograd/derivatives.yaml). A second run gives other gradients.
+_WRITES_UNDECLARED = {"aten._cudnn_rnn_backward.default", "aten.miopen_rnn_backward.default"}
 _RUNNING_STATS = ("running_mean", "running_var")
 _INDICES = {torch.int64, torch.int32, torch.bool}
 _RESIZING = {"resize_", "resize_as_", "set_", "_resize_output_"}
@@ -199,6 +202,14 @@ def pin_reason_of_call(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str
     if op.restrides and args[0].nbytes != args[0].untyped_storage().nbytes():
         return "reads its storage beyond its argument"
     return op.pin or (UNPROVEN if op.unproven else "")
+
+
+def may_run_twice(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call leaves the same behind when it runs twice: no write, no random number, no other process."""
+    op = traits(func)
+    if op.writes or op.name in _WRITES_UNDECLARED or pin_reason_of_call(func, args, kwargs):
+        return False
+    return not pin_reason_of_types(tuple({type(tensor) for tensor in tensors_in((*args, *kwargs.values()))}))
 
 
 def pin_reason_on_gpu(func: OpOverload, args: tuple[Any, ...], out: Tensor) -> str:

@@ -14,7 +14,7 @@ from ctdr_lightning.trainer.training_step.optimizer.resident import optimizer_te
 
 
 class OperationCounter(OpMode):
-    """Counts the operations of what runs while it is entered, and leaves every op as it is.
+    """Counts the operations of the ops that run while it is entered, and changes none.
 
     torch's ``FlopCounterMode`` runs an op that it does not know in parts: on a GPU a fused RMSNorm was rounded
     differently. Its hooks on modules refuse ``torch.autograd.grad`` within a step.

@@ -195,3 +195,42 @@ def test_the_first_op_on_a_gpu_finds_room_for_its_workspace(monkeypatch):
     evictor = Evictor(10**9)
     evictor.on(torch.device("cuda", 0))
     assert evictor.reserve_bytes == 5 * 10**7
+
+
+def gradient(x, step, **options):
+    """The gradient of a step whose ops run on a card of so many bytes, and its evictor."""
+    x.grad, evictor = None, Evictor(1 << 40)
+    with Kernels(Card(**options)), Recorder(evictor=evictor):
+        step().backward()
+    return x.grad, evictor
+
+
+def test_where_the_allocator_has_no_block_values_are_evicted_and_the_op_runs_again(monkeypatch):
+    """The budget counts bytes, and a GPU's allocator needs one block: on an H100 2 of 7.5 GiB lay in pieces."""
+    x, step = deep(64)
+    want, evictor = gradient(x, step)
+    assert not evictor.evictions
+    found, evictor = gradient(x, step, total_bytes=20 * x.nbytes)
+    assert torch.equal(found, want)
+    assert evictor.evictions
+    monkeypatch.setattr(Evictor, "_give_up", lambda self: False)
+    with pytest.raises(torch.OutOfMemoryError):
+        gradient(x, step, total_bytes=20 * x.nbytes)
+
+
+def test_memory_that_no_eviction_frees_runs_out():
+    x, step = deep(64)
+    with pytest.raises(torch.OutOfMemoryError):
+        gradient(x, step, total_bytes=x.nbytes)
+
+
+def test_an_op_that_wrote_before_memory_ran_out_does_not_run_again():
+    evictor, total, calls = Evictor(1 << 40), torch.zeros(4), []
+
+    def half_done(func, args, kwargs):
+        calls.append(func(*args, **kwargs))
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        evictor.attempt(torch.ops.aten.add_.Tensor, (total, torch.ones(4)), {}, half_done)
+    assert len(calls) == 1
