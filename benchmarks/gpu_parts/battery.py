@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from benchmarks.gpu_parts.cases import SMALL, TINY, Case, device, differences, outcome, placed
 from benchmarks.nets import Net
+from benchmarks.steps import Run
 from ctdr_lightning.basics.errors import CTDRError
 from ctdr_lightning.memory import RECOMPUTE, RECOMPUTE_EACH, Plan, Recorder, Session, Tape, Trace, plan
 from ctdr_lightning.memory.codecs import CODECS
@@ -25,6 +27,7 @@ COSTS = [
     CodecCost(name, c.exact, c.needs, c.payload_bits, c.side_bits, c.drops_zeros)
     for name, c in ((name, CODECS[name]) for name in EXACT)
 ]
+SHARE = 0.75  # of the bytes above the weights
 LINKS = [Link(name, 2e10, 2e10, latency_s=1e-5) for name in ("host", "disk")]
 
 
@@ -79,13 +82,15 @@ def _mixed(trace: Trace, seed: int) -> Actions:
     return found
 
 
-def _plans(trace: Trace) -> Iterator[tuple[str, Callable[[], Plan]]]:
-    yield "sqrt", lambda: plan(trace, policy="sqrt")
-    yield "everything again", lambda: plan(trace, policy=lambda *_: _everything(trace))
-    for seed in range(2):
-        yield f"all actions {seed}", lambda seed=seed: plan(trace, policy=lambda *_: _mixed(trace, seed))
-    dense = plan(trace, policy="keep").peak_bytes - trace.resident_bytes
-    yield "auto", lambda: plan(trace, Budget(trace.resident_bytes + int(0.75 * dense), time_limit_s=1.0))
+def _plans(trace: Trace, budget_bytes: int) -> dict[str, Callable[[], Plan]]:
+    limit = Budget(trace.resident_bytes + budget_bytes, time_limit_s=1.0)
+    return {
+        "sqrt": partial(plan, trace, policy="sqrt"),
+        "everything again": partial(plan, trace, policy=lambda *_: _everything(trace)),
+        "all actions 0": partial(plan, trace, policy=lambda *_: _mixed(trace, 0)),
+        "all actions 1": partial(plan, trace, policy=lambda *_: _mixed(trace, 1)),
+        "auto": partial(plan, trace, limit),
+    }
 
 
 def _recorded(case: Case, recorder: Recorder) -> None:
@@ -93,42 +98,33 @@ def _recorded(case: Case, recorder: Recorder) -> None:
         case.plain()
 
 
-def _guided(case: Case, made: Plan) -> Callable[[], None]:
-    def run() -> None:
-        with Tape(made) as tape:
-            loss = case.step()
-        loss.backward()
-        if tape.diverged:
-            raise RuntimeError(f"left its plan: {tape.diverged}")
-
-    return run
+def _guided(case: Case, choose: Callable[[], Plan]) -> None:
+    with Tape(choose()) as tape:
+        loss = case.step()
+    loss.backward()
+    if tape.diverged:
+        raise RuntimeError(f"left its plan: {tape.diverged}")
 
 
-def _on_a_stream(run: Callable[[], None]) -> Callable[[], None]:
-    """The step on a stream of its own."""
-
-    def beside() -> None:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            run()
-        torch.cuda.current_stream().wait_stream(stream)
-
-    return beside
+def _on_a_stream(run: Run) -> None:
+    """Run on a stream that is not the default one."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
 
 
-def _session(case: Case, peak: int) -> Callable[[], None]:
+def _in_session(case: Case, budget_bytes: int) -> None:
     """Two steps of a session under a budget; the second is under its plan."""
-
-    def run() -> None:
-        session = Session(lambda trace: plan(trace, trace.resident_bytes + peak, "capuchin"), budget_bytes=peak)
-        try:
-            for _ in range(2):
-                outcome(case, lambda: _session_step(case, session))
-        finally:
-            session.abort()
-
-    return run
+    session = Session(
+        lambda trace: plan(trace, trace.resident_bytes + budget_bytes, "capuchin"), budget_bytes=budget_bytes
+    )
+    try:
+        for _ in range(2):
+            outcome(case, partial(_session_step, case, session))
+    finally:
+        session.abort()
 
 
 def _session_step(case: Case, session: Session) -> None:
@@ -156,23 +152,27 @@ def _of(name: str, make: Callable[[], Net], precision: str) -> Iterator[Battery]
             want = outcome(case, case.plain)
             noisy, noise = differences(outcome(case, case.plain), want)
             row = Battery(name, precision, "", len(want), 0, 0.0, noisy, noise)
-            recorders = [Recorder()]
-            yield _judged(case, replace(row, way="recorded"), lambda: _recorded(case, recorders[0]), want)
-            trace = recorders.pop().trace().with_machine(LINKS, COSTS)
-            budget = int(0.75 * (plan(trace, policy="keep").peak_bytes - trace.resident_bytes))
-            online = lambda: _recorded(case, Recorder(evictor=Evictor(budget)))  # noqa: E731
-            yield _judged(case, replace(row, way="recorded under a budget"), online, want)
-            for way, made in _plans(trace):
-                yield _judged(case, replace(row, way=way), lambda made=made: _guided(case, made())(), want)
-            if device().type == "cuda":
-                again = lambda: _on_a_stream(_guided(case, plan(trace, policy="sqrt")))()  # noqa: E731
-                yield _judged(case, replace(row, way="sqrt on a stream"), again, want)
-            yield _judged(case, replace(row, way="session at 0.75"), _session(case, budget), want)
+            for way, run in _ways(case):
+                yield _judged(case, replace(row, way=way), run, want)
     except (RuntimeError, CTDRError) as error:
         yield Battery(name, precision, "", 0, 0, 0.0, 0, 0.0, _words(error))
 
 
-def _judged(case: Case, row: Battery, run: Callable[[], None], want: dict[str, torch.Tensor]) -> Battery:
+def _ways(case: Case) -> Iterator[tuple[str, Run]]:
+    """Ways to run a step, each to be run once before the next is asked for."""
+    recorder = Recorder()
+    yield "recorded", partial(_recorded, case, recorder)
+    trace = recorder.trace().with_machine(LINKS, COSTS)
+    budget = int(SHARE * (plan(trace, policy="keep").peak_bytes - trace.resident_bytes))
+    yield "recorded under a budget", partial(_recorded, case, Recorder(evictor=Evictor(budget)))
+    for way, choose in _plans(trace, budget).items():
+        yield way, partial(_guided, case, choose)
+    if device().type == "cuda":
+        yield "sqrt on a stream", partial(_on_a_stream, partial(_guided, case, partial(plan, trace, policy="sqrt")))
+    yield f"session at {SHARE}", partial(_in_session, case, budget)
+
+
+def _judged(case: Case, row: Battery, run: Run, want: dict[str, torch.Tensor]) -> Battery:
     try:
         found = outcome(case, run)
         differing, worst = differences(found, want)

@@ -196,8 +196,8 @@ def _run(name: str, way: str, batch: int, foretold: bool, **options: Any) -> Fit
         try:
             trainer.fit(module, DataLoader([[data]] * STEPS, batch_size=None), ckpt_path=None)
         except Exception as error:
-            ended, said = False, [f"{type(error).__name__}: {str(error)[:300]}"]
-    said += [str(w.message)[:300] for w in caught if "CTDR" in str(w.message)]
+            ended, said = False, [f"{type(error).__name__}: {error}"]
+    said += [str(w.message) for w in caught if "CTDR" in str(w.message)]
     found = torch.cuda.memory_stats()
     times = sorted(b - a for a, b in zip(module.at_s[-5:], module.at_s[-4:], strict=False))
     row = Fit(

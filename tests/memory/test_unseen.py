@@ -169,6 +169,7 @@ def test_while_it_is_recorded_under_a_budget(name):
 
 @pytest.mark.parametrize("name", UNSEEN)
 def test_in_a_session_under_a_budget(name):
+    recorded(name)  # as above
     bench = benched(name)
     want = bench.run()
 

@@ -178,6 +178,7 @@ class Evictor:
         self.live = LiveBytes()
         self.evictions = 0
         self.replayed = 0
+        self._given_up_bytes = 0
         self._cost = COSTS[cost]
         self._random = random.Random(seed)
         self._held: dict[int, Evictable] = {}
@@ -294,7 +295,8 @@ class Evictor:
     def _give_up(self) -> bool:
         """Make do with less from now on. Returns whether that has evicted anything."""
         before, share = self.evictions, max(int(GIVEN_UP_SHARE * self.budget_bytes), 1)
-        self.budget_bytes = min(self.live_bytes() + self.reserve_bytes, self.budget_bytes) - share
+        reached = min(self.live_bytes() + self.reserve_bytes, self._limit_bytes)
+        self._given_up_bytes = self.budget_bytes - reached + share
         self.make_room()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
@@ -337,12 +339,16 @@ class Evictor:
         """By how much the step broke the budget so far."""
         return max(self.live.peak - self.budget_bytes, 0)
 
+    @property
+    def _limit_bytes(self) -> int:
+        return self.budget_bytes - self._given_up_bytes
+
     def make_room(self) -> None:
         """Evict until the live bytes are under the budget or nothing is left to evict."""
-        if self.live_bytes() + self.reserve_bytes <= self.budget_bytes:
+        if self.live_bytes() + self.reserve_bytes <= self._limit_bytes:
             return
         unrepeatable = self.unrepeatable()
-        while self.live_bytes() + self.reserve_bytes > self.budget_bytes:
+        while self.live_bytes() + self.reserve_bytes > self._limit_bytes:
             victim = self._choose(unrepeatable)
             if victim is None:
                 return
