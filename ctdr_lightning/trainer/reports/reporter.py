@@ -33,6 +33,7 @@ _OTHERS = (
     "rank=0.5 cuts to it; max_slowdown= limits the time, ranks=Ranks(max_loss=...) the loss."
 )
 _log = logging.getLogger(__name__)
+_UNPLANNED = ". HINT: memory_budget=0.9 plans the steps for 90% of the memory, and repeats one that fails"
 
 
 class Reporter:
@@ -223,7 +224,8 @@ class Reporter:
         """Write an account of the tensors and their holders after a step ran out of memory."""
         name = f"ctdr-out-of-memory-step{trainer.global_step}-rank{trainer.global_rank}"
         path = write_account(Path(trainer.default_root_dir), name, error, module, self._memory.session)
-        _log.error("CTDR: the step ran out of memory; %s lists the tensors and their layers", path)
+        hint = "" if self._memory.session is not None else _UNPLANNED
+        _log.error("CTDR: the step ran out of memory; %s lists the tensors and their layers%s", path, hint)
 
 
 def _shortened(value: Any) -> str:

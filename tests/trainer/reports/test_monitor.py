@@ -201,7 +201,7 @@ def test_operations_are_counted_once_without_recomputation(monkeypatch):
 
 
 @pytest.mark.parametrize(("policy", "options"), [("keep", {}), ("sqrt", {}), ("gist", {"codecs": "exact"})])
-def test_a_step_that_runs_out_of_memory_is_accounted_for(tmp_path, policy, options):
+def test_a_step_that_runs_out_of_memory_is_accounted_for(tmp_path, caplog, policy, options):
     class Hungry(parts.Blobs):
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
@@ -214,6 +214,7 @@ def test_a_step_that_runs_out_of_memory_is_accounted_for(tmp_path, policy, optio
         parts.fit(Hungry(), callback, default_root_dir=tmp_path)
     stem = tmp_path / "ctdr-out-of-memory-step2-rank0"
     text = stem.with_suffix(".txt").read_text()
+    assert ("memory_budget=0.9 plans the steps" in caplog.text) == (policy == "keep")
     assert "Tried to allocate 1.00 GiB" in text
     assert "HINT" in text
     rows = json.loads(stem.with_suffix(".json").read_text())["tensors"]
