@@ -1,8 +1,9 @@
-"""Plans on a GPU in five parts, each of a few minutes: ``python -m benchmarks.gpu battery peaks``.
+"""Plans on a GPU in six parts, each of a few minutes: ``python -m benchmarks.gpu battery peaks``.
 
 ``battery``: whether steps under plans leave the plain step's bits. ``peaks``: predicted and measured peaks and times.
 ``overhead``: the engine's cost where nothing is saved, and torch's own ways beside it. ``offload``: host memory.
-``fits``: whole runs of a Trainer on a capped card. Each row is kept in the JSON as soon as it is measured.
+``foretell``: the largest batches of a card, without it. ``fits``: whole runs of a Trainer on a capped card. Each row is
+kept in the JSON as soon as it is measured.
 ``--small``, and a machine without a GPU, runs small nets.
 """
 
