@@ -326,6 +326,18 @@ def test_no_optimizer_steps_twice(where, tmp_path):
     refused(Manual, where, 1, tmp_path, "Adam has begun to step")
 
 
+def test_a_random_state_that_a_gpus_library_keeps_is_named(tmp_path, monkeypatch):
+    layers = nn.ModuleDict({"a": nn.LSTM(4, 4, 2, dropout=0.1), "b": nn.Linear(4, 4)})
+    assert not retry.hidden_random_state(layers)
+    with monkeypatch.context() as on_gpu:
+        on_gpu.setattr(nn.Parameter, "is_cuda", True, raising=False)
+        assert "dropout in a" in retry.hidden_random_state(layers)
+        assert not retry.hidden_random_state(layers.eval())
+    monkeypatch.setattr(retry, "hidden_random_state", lambda module: "a state is hidden")
+    rescued(Net, "forward", 0, tmp_path)  # the first step draws it
+    refused(Net, "forward", 1, tmp_path, "a state is hidden")
+
+
 def test_what_is_too_large_to_be_copied_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(snapshot, "COPIED_AT_MOST_BYTES", 1000)
     refused(LargeTeacher, "forward", 1, tmp_path, r"module.teacher.weight \(351.6 KiB\)")

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 
 from ctdr_lightning.basics.errors import CTDRError, ReplayError
 from ctdr_lightning.memory.guide.step_guide import StepGuide
@@ -103,6 +103,7 @@ class Retry(Layer):
         self._loss: Tensor | None = None
         self._module: LightningModule | None = None
         self._began = ""
+        self._one_is_done = False
         self._guard: WriteGuard | None = None
 
     def forward(self, step: Step, rest: Chain) -> Any:
@@ -171,6 +172,7 @@ class Retry(Layer):
     def done(self) -> None:
         """The step is over: copies of its beginning may be freed."""
         self._snapshot = self._forward = self._loss = self._module = None
+        self._one_is_done = True
         self._standing.release()
         self._memory.copies(self._next_bytes)
 
@@ -234,7 +236,9 @@ class Retry(Layer):
         assert self._snapshot is not None
         if self._session.writes_unseen:
             return "a kernel that torch does not see writes to tensors from before the step"
-        return self._snapshot.cannot_be_put_back()
+        # The first step of a run draws that state from the generator that is restored.
+        hidden = hidden_random_state(self._module) if self._module is not None and self._one_is_done else ""
+        return hidden or self._snapshot.cannot_be_put_back()
 
     def _undo(self, snapshot: Snapshot, freed: Tensor | None) -> None:
         drop_graph(freed)
@@ -284,6 +288,18 @@ def _hooks_between(module: LightningModule) -> str:
     owners = [module, *trainer.callbacks]
     found = [f"{type(o).__name__}.{name}" for o in owners for name in _BETWEEN if overrides(o, name)]
     return f"{found[0]} runs between its forward and its backward" if found else ""
+
+
+def hidden_random_state(module: nn.Module) -> str:
+    """Names a recurrent layer whose dropout cuDNN draws from a state of its own; empty where there is none.
+
+    Restoring a GPU's generator has that state drawn anew (aten/src/ATen/cuda/CUDAGeneratorImpl.cpp, `set_state`).
+    """
+    for name, layer in module.named_modules():
+        drops = isinstance(layer, nn.RNNBase) and layer.training and layer.dropout and layer.num_layers > 1
+        if drops and any(p.is_cuda for p in layer.parameters()):
+            return f"cuDNN keeps the random state of the dropout in {name or type(layer).__name__} to itself"
+    return ""
 
 
 def _first_line(error: BaseException) -> str:
