@@ -229,18 +229,22 @@ def n_parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters() if not isinstance(p, nn.parameter.UninitializedParameter))
 
 
-def warn_of_losses(report: Report, layers: Sequence[Layer]) -> None:
+def warn_of_losses(report: Report, last: Layer | None) -> None:
     """Name a last layer whose rank is below its number of outputs, and each layer whose error is large.
 
     Every compressed layer inside a network has a rank below its number of outputs; only the last layer's outputs are
     read by the user, class by class. A last layer that has more outputs than inputs, as over a vocabulary, cannot
     have the rank of its outputs anyway.
 
+    Args:
+        report: Of the decomposition.
+        last: The model's last layer; None where it was not selected.
     """
-    last, geometry = layers[-1].name, layers[-1].geometry
+    geometry = last.geometry if last is not None else None
     n_outputs = geometry.out_size if geometry is not None and geometry.out_size <= geometry.in_size else 0
     most = math.inf if report.divergence < _NEAR_NATS else _MOST_ERROR
-    texts = [_fault(row, n_outputs if row.name == last else 0, most) for row in report.factorized]
+    name = last.name if last is not None else None
+    texts = [_fault(row, n_outputs if row.name == name else 0, most) for row in report.factorized]
     found = [text for text in texts if text]
     if not found:
         return

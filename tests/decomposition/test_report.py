@@ -34,6 +34,12 @@ def test_nothing_is_said_of_a_mild_cut_or_of_a_vocabulary(model, rank):
         decompose(model, rank=rank, progress=False)
 
 
+def test_the_last_of_the_selected_layers_is_not_the_last_of_the_model():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LossyLayerWarning)
+        decompose(net(), rank=28, select="0", progress=False)
+
+
 def test_measured_outputs_count_more_than_a_weight_s_error():
     model, inputs = net(), [torch.randn(256, 3) @ torch.randn(3, 64) for _ in range(1)]
     data = [inputs[0][start::4] for start in range(4)]  # three directions are all that reaches the first layer
