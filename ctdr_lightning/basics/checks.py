@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -10,7 +9,7 @@ from functools import wraps
 from inspect import signature
 from typing import Any, ParamSpec, TypeVar
 
-from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.basics.errors import ConfigError, meant
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -89,7 +88,7 @@ def from_mapping(kind: type[T], value: Any, where: str) -> T:
     for key in value:
         if key not in names:
             raise ConfigError(
-                f"{where} has the unknown entry {key!r}.", f"{_meant(key, names)}Entries: {_listed(names)}."
+                f"{where} has the unknown entry {key!r}.", f"{meant(key, names)}Entries: {_listed(names)}."
             )
     return kind(**value)
 
@@ -118,8 +117,8 @@ def named_arguments(**groups: type) -> Callable[[Callable[P, R]], Callable[P, R]
             for key, value in kwargs.items():
                 if key not in names:
                     inner = next((name for name, kind in groups.items() if key in _fields(kind)), None)
-                    meant = f"It is one of {inner}={{{key!r}: {value!r}}}. " if inner else _meant(key, names)
-                    raise ConfigError(f"{called}() has no argument {key!r}.", f"{meant}Arguments: {_listed(names)}.")
+                    near = f"It is one of {inner}={{{key!r}: {value!r}}}. " if inner else meant(key, names)
+                    raise ConfigError(f"{called}() has no argument {key!r}.", f"{near}Arguments: {_listed(names)}.")
             return function(*args, **kwargs)
 
         return checked
@@ -129,11 +128,6 @@ def named_arguments(**groups: type) -> Callable[[Callable[P, R]], Callable[P, R]
 
 def _fields(kind: type) -> list[str]:
     return [field.name for field in fields(kind)]  # type: ignore[arg-type]
-
-
-def _meant(key: Any, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(str(key), names, n=1)
-    return f"Did you mean {close[0]!r}? " if close else ""
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -6,13 +6,12 @@ Only the figures of this machine's processor are measured.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import lru_cache
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from ctdr_lightning.basics.cards import CARDS, Card
-from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.basics.errors import ConfigError, meant
 
 if TYPE_CHECKING:
     import torch
@@ -91,9 +90,8 @@ def device_model(name: str | None = None) -> DeviceModel:
     if name is None or name == "cpu":
         return _measured_processor()
     if name.lower() not in DEVICES:
-        close = get_close_matches(name.lower().replace(" ", ""), DEVICES, n=1)
-        meant = f"Did you mean {close[0]!r}? " if close else ""
-        raise ConfigError(f"device {name!r} is not in the table.", f"{meant}Valid names: cpu, {', '.join(DEVICES)}.")
+        near = meant(name.lower().replace(" ", ""), DEVICES)
+        raise ConfigError(f"device {name!r} is not in the table.", f"{near}Valid names: cpu, {', '.join(DEVICES)}.")
     return DEVICES[name.lower()]
 
 

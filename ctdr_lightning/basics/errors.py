@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 
 
 class CTDRError(Exception):
@@ -97,3 +98,14 @@ def first_line(error: BaseException) -> str:
     if isinstance(error, RuntimeError | ImportError) and said:  # their texts are sentences
         return said
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+def meant(given: object, known: Iterable[str]) -> str:
+    """The known name that is nearest to a given one, as the beginning of a hint; empty where none is near.
+
+    Example:
+        >>> meant("secnds", ["seconds", "bytes"])
+        "Did you mean 'seconds'? "
+    """
+    close = get_close_matches(str(given), list(known), n=1)
+    return f"Did you mean {close[0]!r}? " if close else ""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from typing import Generic, TypeVar
 
-from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.basics.errors import ConfigError, meant
 
 T = TypeVar("T")
 
@@ -70,10 +69,9 @@ class Registry(Mapping[str, T], Generic[T]):
         self._load_entry_points()
         if name in self._entries:
             return self._entries[name]
-        close = difflib.get_close_matches(str(name), self._entries, n=1)
-        meant = f"Did you mean {close[0]!r}? " if close else ""
+        near = meant(name, self._entries)
         raise ConfigError(
-            f"{self._kind} {name!r} is not known.", f"{meant}Valid names: {', '.join(sorted(self._entries))}."
+            f"{self._kind} {name!r} is not known.", f"{near}Valid names: {', '.join(sorted(self._entries))}."
         )
 
     def __iter__(self) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import re
 from typing import Any
@@ -11,7 +10,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from ctdr_lightning.basics.errors import ConfigError, CTDRError
+from ctdr_lightning.basics.errors import ConfigError, CTDRError, meant
 from ctdr_recipes.resume import flat
 
 EXTRAS = {
@@ -83,6 +82,5 @@ def _readable(error: InstantiationException, config: Any) -> Exception:
     if unknown is None or target is None:
         return error
     accepted = list(inspect.signature(get_object(target[1])).parameters)
-    close = difflib.get_close_matches(unknown[1], accepted, n=1)
-    meant = f"Did you mean {close[0]!r}? " if close else ""
-    return ConfigError(f"{target[1]} takes no {unknown[1]!r}.", f"{meant}It takes: {', '.join(accepted)}.")
+    near = meant(unknown[1], accepted)
+    return ConfigError(f"{target[1]} takes no {unknown[1]!r}.", f"{near}It takes: {', '.join(accepted)}.")
