@@ -2,8 +2,8 @@
 
 ``battery``: whether steps under plans leave the plain step's bits. ``peaks``: predicted and measured peaks and times.
 ``overhead``: the engine's cost where nothing is saved, and torch's own ways beside it. ``offload``: host memory.
-``foretell``: the largest batches of a card, without it. ``fits``: whole runs of a Trainer on a capped card. Each row is
-kept in the JSON as soon as it is measured.
+``foretell``: the largest batches of a card, without it. ``fits``: whole runs of a Trainer on a capped card. The
+JSON has each row at once.
 ``--small``, and a machine without a GPU, runs small nets.
 """
 
@@ -27,8 +27,7 @@ from ctdr_lightning.basics.units import GIB, MIB
 
 PARTS = {
     "battery": battery.rows, "peaks": peaks.rows, "overhead": overhead.rows, "offload": offload.rows,
-    "foretell": fits.foretell,
-    "fits": fits.rows,
+    "foretell": fits.foretell, "fits": fits.rows,
 }  # fmt: skip
 
 

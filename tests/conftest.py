@@ -74,4 +74,5 @@ def _searches_end_by_their_work():
 def _seed():
     torch.manual_seed(0)
     # Trainer(deterministic=True) leaves them on for the process. A GPU's plain steps repeat themselves with them alone.
-    torch.use_deterministic_algorithms(torch.get_default_device().type != "cpu", warn_only=True)
+    on_gpu = torch.get_default_device().type != "cpu"
+    torch.use_deterministic_algorithms(on_gpu, warn_only=on_gpu)

@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu_parts.cases import SMALL, TINY, Case, device, differences, outcome, placed
 from benchmarks.nets import Net
 from benchmarks.steps import Run
-from ctdr_lightning.basics.errors import CTDRError
+from ctdr_lightning.basics.errors import CTDRError, first_line
 from ctdr_lightning.memory import RECOMPUTE, RECOMPUTE_EACH, Plan, Recorder, Session, Tape, Trace, plan
 from ctdr_lightning.memory.codecs import CODECS
 from ctdr_lightning.memory.policies import Budget
@@ -155,7 +155,7 @@ def _of(name: str, make: Callable[[], Net], precision: str) -> Iterator[Battery]
             for way, run in _ways(case):
                 yield _judged(case, replace(row, way=way), run, want)
     except (RuntimeError, CTDRError) as error:
-        yield Battery(name, precision, "", 0, 0, 0.0, 0, 0.0, _words(error))
+        yield Battery(name, precision, "", 0, 0, 0.0, 0, 0.0, first_line(error))
 
 
 def _ways(case: Case) -> Iterator[tuple[str, Run]]:
@@ -178,8 +178,4 @@ def _judged(case: Case, row: Battery, run: Run, want: dict[str, torch.Tensor]) -
         differing, worst = differences(found, want)
         return replace(row, differing=differing, worst=worst)
     except Exception as error:
-        return replace(row, trouble=_words(error))
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error)[:300]}"
+        return replace(row, trouble=first_line(error))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -134,44 +134,46 @@ class Case:
         net: The module.
         inputs: Its batch.
         forward: From both to the loss.
-        precision: As Lightning names it.
+        precision: On this device.
     """
 
     net: nn.Module
     inputs: Any
     forward: Callable[[nn.Module, Any], Tensor]
-    precision: str
+    precision: Precision
+
+    def __post_init__(self) -> None:
+        self._buffers = {name: buffer.clone() for name, buffer in self.net.named_buffers()}
+
+    def reset(self) -> None:
+        """Back to the buffers at the beginning, without gradients, and to the same seed."""
+        self.net.zero_grad(set_to_none=True)
+        torch.manual_seed(7)
+        for name, buffer in self.net.named_buffers():
+            buffer.data = self._buffers[name].clone()  # a buffer may be expanded, so that nothing can be written to it
 
     def step(self) -> Tensor:
         """The loss."""
-        return self.of_precision().run(self.forward, self.net, self.inputs)
+        return self.precision.run(self.forward, self.net, self.inputs)
 
     def plain(self) -> None:
         """Forward and backward."""
         self.step().backward()
 
-    def of_precision(self) -> Precision:
-        """The precision on this device."""
-        gpu = card()
-        return Precision.read(self.precision, gpu)
-
 
 @contextmanager
-def placed(
-    make: Callable[[], Net], precision: str = MIXED, layout: torch.memory_format | None = None
-) -> Iterator[Case]:
+def placed(make: Callable[[], Net], precision: str = MIXED) -> Iterator[Case]:
     """A net on the device, with torch's settings of its precision; all of its memory is given back at the end."""
     net, inputs, forward = make()
-    case = Case(net.to(device()).train(), inputs.to(device()), forward, precision)
-    true = case.of_precision().true
-    if true is not None:
-        case.net.to(true)
-        case.inputs = case.inputs.to(true) if case.inputs.is_floating_point() else case.inputs
+    asked = Precision.read(precision, card())
+    net, inputs = net.to(device()).train(), inputs.to(device(), asked.dtype_of(inputs))
+    case = Case(net.to(asked.true) if asked.true is not None else net, inputs, forward, asked)
     try:
-        with case.of_precision().settings():
+        with asked.settings():
             yield case
     finally:
-        del net, inputs, case
+        case.net, case.inputs = nn.Identity(), None  # who made it may hold the case for longer
+        del net, inputs
         emptied()
 
 
@@ -254,12 +256,7 @@ def kernel_seconds(net: nn.Module, run: Run) -> float:
 
 def outcome(case: Case, run: Callable[[], None]) -> dict[str, Tensor]:
     """Gradients, buffers and the generator's state after a step from the same buffers and the same seed."""
-    case.net.zero_grad(set_to_none=True)
-    torch.manual_seed(7)
-    with torch.no_grad():
-        for buffer in case.net.buffers():
-            with suppress(RuntimeError):  # a buffer that is expanded
-                buffer.copy_(torch.ones_like(buffer))
+    case.reset()
     run()
     found = {name: p.grad.clone() for name, p in case.net.named_parameters() if p.grad is not None}
     found |= {name: b.clone() for name, b in case.net.named_buffers()}

@@ -1,4 +1,4 @@
-"""Whole runs with the callback on a card of less memory: batches foretold and run, budgets kept, a forced retry."""
+"""Whole runs with the callback on a card of less memory: batches foretold and run, and budgets kept."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -14,11 +13,10 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from benchmarks.cards import CASES, Case
 from benchmarks.gpu_parts.cases import MIXED, Words, card, emptied
-from benchmarks.vision_import import import_torchvision
 from ctdr_lightning import CTDRCallback
 from ctdr_lightning.basics.devices import DeviceModel, device_model
 from ctdr_lightning.memory import max_batch
@@ -83,24 +81,14 @@ class Module(LightningModule):
         return torch.optim.Adam(self.parameters(), 1e-4)
 
 
-def _gpt() -> nn.Module:
-    return Words(12, 768, TOKENS)
+def _gpt() -> Case:
+    return Case(
+        lambda: Words(12, 768, TOKENS, VOCABULARY), f"{TOKENS} tokens",
+        lambda n: torch.empty(n, TOKENS, dtype=torch.int64, device="meta"), lambda net, ids: net(ids),
+    )  # fmt: skip
 
 
-def _resnet() -> nn.Module:
-    return import_torchvision().models.resnet50(num_classes=1000)
-
-
-def _classes(net: Any, x: Tensor) -> Tensor:
-    return F.cross_entropy(net(x), torch.zeros(len(x), dtype=torch.int64, device=x.device))
-
-
-NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Tensor], Callable[[int, str], Tensor]]] = {
-    "ResNet-50": (_resnet, _classes, lambda n, on: torch.empty(n, 3, 224, 224, device=on)),
-    "GPT-2 small": (
-        _gpt, lambda net, ids: net(ids), lambda n, on: torch.zeros(n, TOKENS, dtype=torch.int64, device=on),
-    ),
-}  # fmt: skip
+NETS: dict[str, Callable[[], Case]] = {"ResNet-50": CASES["ResNet-50"], "GPT-2 small": _gpt}
 
 
 def _limit_bytes(gpu: DeviceModel) -> int:
@@ -151,14 +139,15 @@ class Foretold:
 def foretell(small: bool = False) -> Iterator[Foretold]:
     """The largest batches of each net, on the card that is here or else an H100."""
     gpu = card() or device_model("h100")
-    for name, (make, loss, inputs) in NETS.items() if not small else ():
+    for name in NETS if not small else ():
         torch.manual_seed(0)
-        net = make().train()
+        case = NETS[name]()
+        net = case.make().train()
         adam = predict([optimizer_of("adam", list(net.parameters()))], foreach=True)
         assert adam is not None
         start = perf_counter()
         found = max_batch(
-            net, partial(inputs, on="meta"), loss, _limit_bytes(gpu) - cublas_bytes(gpu), optimizer=adam, device=gpu,
+            net, case.inputs, case.step, _limit_bytes(gpu) - cublas_bytes(gpu), optimizer=adam, device=gpu,
             precision=MIXED, progress=False,
         )  # fmt: skip
         yield Foretold(name, gpu.name, found.plain_size, found.size, perf_counter() - start)
@@ -171,17 +160,16 @@ def _of(name: str) -> Iterator[Fit]:
     yield _run(name, "no callback", int(1.08 * plain), False)
     for batch, foretold in ((int(1.3 * plain), False), (most, True)):
         yield _run(name, "memory_budget", batch, foretold, memory_budget=limit, rank=None)
-    yield _run(name, "retry alone", int(1.3 * plain), False, rank=None, policy="auto")
     yield _run(name, "no callback, no cap", int(1.3 * plain), False)
 
 
 def _run(name: str, way: str, batch: int, foretold: bool, **options: Any) -> Fit:
-    make, loss, inputs = NETS[name]
+    case = NETS[name]()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(1.0 if "no cap" in way else _limit_bytes(_here()) / total)
     torch.manual_seed(0)
-    module = Module(make(), loss)
-    data = inputs(batch, "cpu")
+    module = Module(case.make(), case.step)
+    data = torch.empty_like(case.inputs(batch), device="cpu")
     data = data.normal_() if data.is_floating_point() else data.random_(VOCABULARY)
     callbacks = [CTDRCallback(verbose=False, **options)] if options else []
     emptied()

@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu_parts.cases import FULL, MIXED, Case, Cost, cost, device, differences, outcome, placed, words
 from benchmarks.nets import vision
 from benchmarks.steps import guided
-from ctdr_lightning.basics.errors import CTDRError
+from ctdr_lightning.basics.errors import CTDRError, first_line
 from ctdr_lightning.memory import Budget, Plan, Trace, plan, record
 from ctdr_lightning.memory.holders.base import HolderOptions, Holders
 from ctdr_lightning.memory.holders.measure import measure_links
@@ -99,7 +99,7 @@ def _plans(net: str, case: Case, trace: Trace, name: str, options: HolderOptions
                 made = plan(of, Budget(peak_bytes=limit, time_limit_s=1.0))
                 yield _run(Moved(net, way, share), case, made, plain, want, options)
             except (CTDRError, RuntimeError, AssertionError) as error:
-                yield Moved(net, way, share, trouble=f"{type(error).__name__}: {str(error)[:300]}")
+                yield Moved(net, way, share, trouble=first_line(error))
 
 
 def _run(

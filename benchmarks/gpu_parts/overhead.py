@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.gpu_parts.cases import FULL, MIXED, TINY, Case, cost, device, outcome, placed, words
 from benchmarks.nets import Net, vision
 from benchmarks.steps import Run, guided
-from ctdr_lightning.basics.errors import CTDRError
+from ctdr_lightning.basics.errors import CTDRError, first_line
 from ctdr_lightning.memory import Budget, Session, Trace, plan, record
 
 NETS: dict[str, Callable[[], Net]] = {
@@ -66,7 +66,7 @@ def _of(name: str, case: Case, small: bool) -> Iterator[Overhead]:
         try:
             found = cost(case.net, run())
         except (RuntimeError, CTDRError, AssertionError) as error:
-            yield Overhead(name, way, trouble=f"{type(error).__name__}: {str(error)[:300]}")
+            yield Overhead(name, way, trouble=first_line(error))
             continue
         plain = cost(case.net, case.plain, warm_up=1)  # beside the way: clocks and other load drift
         host_us = 1e6 * (found.host_s - plain.host_s) / n_ops
@@ -125,7 +125,8 @@ def _captured(case: Case, run: Run) -> Run:
     torch.manual_seed(7)
     graph.replay()
     other = [name for name, grad in grads.items() if not torch.equal(grad, want[name])]
-    print(f"captured: {len(other)} of {len(grads)} gradients are not the plain ones to the bit", flush=True)
+    if other:
+        raise RuntimeError(f"{len(other)} of {len(grads)} gradients are not the plain ones to the bit")
 
     def replayed(graph: torch.cuda.CUDAGraph = graph, grads: dict[str, Tensor] = grads) -> None:
         graph.replay()
@@ -160,6 +161,6 @@ def _compiled(case: Case, budget: float) -> Callable[[], None]:
 
     def run() -> None:
         with aot_config.patch(activation_memory_budget=budget):
-            case.of_precision().run(case.forward, compiled, case.inputs).backward()
+            case.precision.run(case.forward, compiled, case.inputs).backward()
 
     return run

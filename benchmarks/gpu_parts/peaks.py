@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 from benchmarks.gpu_parts.cases import FULL, LARGE, MIXED, TINY, Case, Cost, card, cost, emptied, kernel_seconds, placed
 from benchmarks.nets import Net
 from benchmarks.steps import guided
-from ctdr_lightning.basics.errors import CTDRError
+from ctdr_lightning.basics.errors import CTDRError, first_line
 from ctdr_lightning.memory import Budget, Plan, Prepared, Trace, plan, record, record_fake
 from ctdr_lightning.memory.allocator.reserved import reserved_by
 from ctdr_lightning.memory.recorder.gpu_workspace import cublas_bytes
@@ -133,15 +133,16 @@ def _of(name: str, make: Callable[[], Net], precision: str) -> Iterator[Dense | 
     try:
         with placed(make, precision) as case:
             foretold = _foretold(make, precision)
-            dense, trace, measured = _dense(name, case, foretold)
+            dense, trace, measured = _dense(name, precision, case, foretold)
             yield dense
             if foretold is not None:
                 yield from _ops(name, precision, trace, foretold)
-            yield from _plans(name, case, "recorded", trace, SHARES, trace, measured)
+            row = Planned(name, precision, "recorded", 0.0)
+            yield from _plans(row, case, trace, SHARES, trace, measured)
             if foretold is not None:
-                yield from _plans(name, case, "foretold", foretold, SHARES[:1], trace, measured)
+                yield from _plans(replace(row, way="foretold"), case, foretold, SHARES[:1], trace, measured)
     except (RuntimeError, CTDRError) as error:
-        yield Planned(name, precision, "", 0.0, trouble=f"{type(error).__name__}: {str(error)[:300]}")
+        yield Planned(name, precision, "", 0.0, trouble=first_line(error))
 
 
 def _foretold(make: Callable[[], Net], precision: str) -> Trace | None:
@@ -152,7 +153,7 @@ def _foretold(make: Callable[[], Net], precision: str) -> Trace | None:
     return record_fake(net.train(), inputs, forward, device=gpu, precision=precision)
 
 
-def _dense(name: str, case: Case, foretold: Trace | None) -> tuple[Dense, Trace, Cost]:
+def _dense(name: str, precision: str, case: Case, foretold: Trace | None) -> tuple[Dense, Trace, Cost]:
     case.plain()  # loads kernels, so that the recorded step is a usual one
     case.net.zero_grad(set_to_none=True)
     start = perf_counter()
@@ -165,7 +166,7 @@ def _dense(name: str, case: Case, foretold: Trace | None) -> tuple[Dense, Trace,
     if foretold is not None and gpu is not None:
         fake_bytes, fake_s = _peak(foretold) + cublas_bytes(gpu), foretold.seconds
     dense = Dense(
-        name, case.precision, fake_bytes, _peak(trace), measured.allocated_bytes, reserved_by(trace).reserved_bytes,
+        name, precision, fake_bytes, _peak(trace), measured.allocated_bytes, reserved_by(trace).reserved_bytes,
         measured.reserved_bytes, fake_s, trace.seconds, kernels_s, measured.seconds, measured.host_s, len(trace.ops),
         record_s,
     )  # fmt: skip
@@ -195,24 +196,29 @@ def _peak(trace: Trace) -> int:
 
 
 def _plans(
-    name: str, case: Case, way: str, of: Trace, shares: Sequence[float], trace: Trace, plain: Cost
+    row: Planned, case: Case, of: Trace, shares: Sequence[float], trace: Trace, plain: Cost
 ) -> Iterator[Planned]:
     dense_bytes, step = _peak(trace), Prepared(of)
-    for share in shares:
-        row = Planned(name, case.precision, way, share)
-        limit = int(trace.resident_bytes + share * (dense_bytes - trace.resident_bytes))
+    for row in (replace(row, asked=share) for share in shares):
+        limit = int(trace.resident_bytes + row.asked * (dense_bytes - trace.resident_bytes))
         try:
             start = perf_counter()
             made = plan(step, Budget(peak_bytes=limit, time_limit_s=PLAN_S))
             yield _run(row, case, made, plain, perf_counter() - start)
         except (CTDRError, RuntimeError, AssertionError) as error:
-            yield Planned(name, case.precision, way, share, trouble=f"{type(error).__name__}: {str(error)[:300]}")
+            yield replace(row, trouble=first_line(error))
 
 
 def _run(row: Planned, case: Case, made: Plan, plain: Cost, plan_s: float) -> Planned:
     found = cost(case.net, guided(case.step, made))
     emptied()
-    return Planned(
-        row.net, row.precision, row.way, row.asked, made.peak_bytes, found.allocated_bytes, found.reserved_bytes,
-        found.retries, made.seconds / made.trace.seconds, found.seconds / plain.seconds, plan_s,
-    )  # fmt: skip
+    return replace(
+        row,
+        predicted_bytes=made.peak_bytes,
+        allocated_bytes=found.allocated_bytes,
+        reserved_bytes=found.reserved_bytes,
+        retries=found.retries,
+        predicted=made.seconds / made.trace.seconds,
+        measured=found.seconds / plain.seconds,
+        plan_s=plan_s,
+    )

@@ -102,7 +102,7 @@ def decompose(
     shaped = example_input is not None or input_shapes is not None
     costs = CostModel(optimizer, recompute, measure, gates=shaped)
     with opened(model), one_bar(progress):
-        layers, last = find_layers(model, None if choices is not None else select), find_layers(model)[-1].name
+        layers = find_layers(model, None if choices is not None else select)
         if example_input is not None:
             layers = with_shapes(model, layers, example_input)
         elif input_shapes is not None:
@@ -124,8 +124,14 @@ def decompose(
         staying = staying_weights(model, closed)
     asked = _asked(rank, resource, layers) if choices is None else None
     report = Report(tuple(rows), n_before, n_parameters(model), trial.divergence, asked, staying)
-    warn_of_losses(report, next((layer for layer in layers if layer.name == last), None))
+    warn_of_losses(report, _last_of(model, layers))
     return report
+
+
+def _last_of(model: nn.Module, layers: Sequence[Layer]) -> Layer | None:
+    """The model's last layer, where it is among these."""
+    name = find_layers(model)[-1].name
+    return next((layer for layer in layers if layer.name == name), None)
 
 
 def _tried(bench: Bench, choices: Choices | Mapping[str, Any] | None, request: Request, has_data: bool) -> Trial:

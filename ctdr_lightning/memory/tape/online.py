@@ -277,20 +277,20 @@ class Evictor:
         Raises:
             OutOfMemoryError: If nothing is left to evict.
         """
-        try:
-            return run(func, args, kwargs)
-        except torch.OutOfMemoryError:
-            if not may_run_twice(func, args, kwargs) or not self._give_up():
-                raise
-        return self._until_it_fits(lambda: run(func, args, kwargs))
+        return self._until_it_fits(
+            lambda: run(func, args, kwargs), may_repeat=lambda: may_run_twice(func, args, kwargs)
+        )
 
-    def _until_it_fits(self, run: Callable[[], T]) -> T:
+    def _until_it_fits(self, run: Callable[[], T], may_repeat: Callable[[], bool] = lambda: True) -> T:
         while True:
             try:
                 return run()
             except torch.OutOfMemoryError:
-                if not self._give_up():
+                if not may_repeat():
                     raise
+            # Only here, as the frames of the failed try would keep its tensors.
+            if not self._give_up():
+                return run()
 
     def _give_up(self) -> bool:
         """Make do with less from now on. Returns whether that has evicted anything."""

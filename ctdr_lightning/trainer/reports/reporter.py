@@ -33,7 +33,7 @@ _OTHERS = (
     "rank=0.5 cuts to it; max_slowdown= limits the time, ranks=Ranks(max_loss=...) the loss."
 )
 _log = logging.getLogger(__name__)
-_UNPLANNED = ". HINT: memory_budget=0.9 plans the steps for 90% of the memory, and repeats one that fails"
+_UNPLANNED = ". HINT: a memory_budget (0.9 of a GPU's memory, say) plans the steps, and repeats one that fails"
 
 
 class Reporter:

@@ -5,6 +5,7 @@ import torch
 
 from ctdr_lightning.basics.gpu_memory import begin_interval, highest
 from ctdr_lightning.memory.recorder.cuda_clock import CudaClock
+from ctdr_lightning.memory.values.op_traits import may_run_twice
 from tests.virtual_cuda.card import FIRST_S, KERNEL_S, Card, Kernels
 
 aten = torch.ops.aten
@@ -42,6 +43,12 @@ def test_a_first_call_that_may_not_run_again_takes_the_time_of_those_alike(card)
         assert max(times(CudaClock(), calls)) < FIRST_S / 100
     assert len(ran.calls) == 4
     assert torch.equal(x, 2 * A)
+
+
+def test_a_call_that_writes_without_saying_so_runs_once():
+    """The backward of a recurrent layer of cuDNN writes into the reserve: run twice, it gave wrong gradients."""
+    assert not may_run_twice(aten._cudnn_rnn_backward.default, (A, [B]), {})
+    assert may_run_twice(aten.mm.default, (A, B), {})
 
 
 def test_running_statistics_are_updated_once(card):

@@ -124,3 +124,12 @@ def test_torchs_own_loss_in_chunks_is_three_products():
 def test_a_card_that_is_here_is_found_by_its_longest_name(monkeypatch, reported, name):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: reported)
     assert model_of(torch.device("cuda")) is DEVICES[name]
+
+
+def test_sparse_tensors_and_lists_of_weights_have_times():
+    """Both ended the recording of a step under a budget on an H100."""
+    rows = torch.eye(100).to_sparse()
+    assert op_seconds(MODEL, aten.mm.default, (rows, torch.ones(100, 4)), {}, torch.ones(100, 4)) > 0
+    weights = [torch.ones(64, 16), torch.ones(64, 16)]
+    flatten = aten._cudnn_rnn_flatten_weight.default
+    assert op_seconds(MODEL, flatten, (weights, 2, 16, 2, 16, 0, 1, False, False), {}, torch.ones(2048)) > 0

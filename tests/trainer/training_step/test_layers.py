@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ctdr_lightning.trainer.training_step.guided import Taught, Unguided
 from ctdr_lightning.trainer.training_step.layers import Chain, Layer, Step, loss_of
 from ctdr_lightning.trainer.training_step.metered import Metered
 from ctdr_lightning.trainer.training_step.patches import LogCalls
 from ctdr_lightning.trainer.training_step.pipeline import StepRunner
+from tests.basics.test_op_mode import Counting
 
 
 class Noting(Layer):
@@ -101,18 +101,6 @@ def test_operations_are_counted_once_asked():
     assert meters.step_flops == 2 * 2 * 3 * 4
 
 
-class _Seen(TorchDispatchMode):
-    """The names of the ops that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def test_counting_operations_runs_each_op_whole_and_lets_a_step_ask_for_gradients():
     """torch's counter ran the fused RMSNorm in parts, and refused ``torch.autograd.grad`` under modules."""
     lib = torch.library.Library("counted", "DEF")
@@ -129,7 +117,7 @@ def test_counting_operations_runs_each_op_whole_and_lets_a_step_ask_for_gradient
 
     meters = Metered()
     meters.count_next()
-    with _Seen() as seen:
+    with Counting() as seen:
         Chain([meters]).forward(step(penalised)).backward()
         meters.backward_done()
     assert "counted.twice.default" in seen.names

@@ -236,9 +236,12 @@ class Retry(Layer):
         assert self._snapshot is not None
         if self._session.writes_unseen:
             return "a kernel that torch does not see writes to tensors from before the step"
-        # The first step of a run draws that state from the generator that is restored.
-        hidden = hidden_random_state(self._module) if self._module is not None and self._one_is_done else ""
+        hidden = hidden_random_state(self._module) if self._module is not None and self._has_drawn(self._module) else ""
         return hidden or self._snapshot.cannot_be_put_back()
+
+    def _has_drawn(self, module: LightningModule) -> bool:
+        """Whether a step was before this one: the first draws all states from the generators that are restored."""
+        return self._one_is_done or module.trainer.fit_loop.total_batch_idx > 0
 
     def _undo(self, snapshot: Snapshot, freed: Tensor | None) -> None:
         drop_graph(freed)
