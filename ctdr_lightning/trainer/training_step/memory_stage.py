@@ -14,7 +14,7 @@ from torch import OutOfMemoryError
 
 from ctdr_lightning.basics.gpu_memory import counts, read_budget
 from ctdr_lightning.memory import Plan, Trace
-from ctdr_lightning.memory.account.batch import BatchAccount, forward_ticks
+from ctdr_lightning.memory.account.batch import BatchAccount
 from ctdr_lightning.memory.compiled.backend import CompileBackend
 from ctdr_lightning.memory.guide.events import Event
 from ctdr_lightning.memory.guide.step_guide import StepGuide
@@ -223,25 +223,21 @@ class MemoryStage:
         if module is None:
             return 0, False
         trainer: Any = module.trainer
-        gradients = local_bytes(p.grad for p in module.parameters() if p.grad is not None)
-        fresh = (
-            not later
-            and module.automatic_optimization
-            and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
-        )
-        if gradients and fresh and not self.beside.kept_bytes and self._needs(gradients, kind_of(False)):
+        gradients, batch = local_bytes(_gradients(module)), local_bytes(tensors_of(inputs))
+        first = not later and module.automatic_optimization
+        fresh = first and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+        kind = kind_of(gradients > 0 and not fresh)
+        self.planner.inputs = inputs if self.session is None or self.session.plan_of(kind) is None else None
+        if not later:
+            self._look_at_allocator(trainer.strategy.root_device, gradients + batch)
+        self.plan_due(kind)  # its forward decides: a plan made after the question may keep more than the last one
+        if gradients and fresh and not self.beside.kept_bytes and self._needs(gradients, kind):
             self.note(events.GradientsFreed(gradients))
             for optimizer in trainer.optimizers:
                 optimizer.zero_grad(set_to_none=True)
-            gradients = local_bytes(p.grad for p in module.parameters() if p.grad is not None)
-        adds = gradients > 0 and not fresh
+            gradients = local_bytes(_gradients(module))
         self._stale_bytes = gradients if fresh else 0
-        planned = self.session is None or self.session.plan_of(kind_of(adds)) is not None
-        self.planner.inputs = None if planned else inputs
-        beside_bytes = gradients + local_bytes(tensors_of(inputs))
-        if not later:
-            self._look_at_allocator(trainer.strategy.root_device, beside_bytes)
-        return beside_bytes, adds
+        return gradients + batch, gradients > 0 and not fresh
 
     def _look_at_allocator(self, device: torch.device, beside_bytes: int) -> None:
         """Plan again where a GPU's allocator holds more than is known."""
@@ -267,8 +263,7 @@ class MemoryStage:
         if found is None:
             return self.planner.budget_bytes is not None
         limit = self.planner.budget_bytes if self.planner.budget_bytes is not None else found.peak_bytes
-        forward = found.timeline.bytes_at[: forward_ticks(found.trace)]
-        return int(forward.max(initial=0)) + gradient_bytes > limit
+        return found.forward_peak_bytes + gradient_bytes > limit
 
     def meters(self, trainer: Any) -> bool:
         """Whether to measure the next batch: the bytes after the backward, or a first plan, are not verified yet."""
@@ -305,7 +300,8 @@ class MemoryStage:
             return
         before, least = surprises.counted_bytes, budget if self._options.sub_batches is not None else 0
         # of sub-batches, of the last one alone; the last step's gradients may stay through the forward where they fit
-        predicted = max(least, session.plan.peak_bytes + self._stale_bytes, self.rest_peak_bytes)
+        forward = session.plan.forward_peak_bytes + self._stale_bytes
+        predicted = max(least, session.plan.peak_bytes, forward, self.rest_peak_bytes)
         said = surprises.judge(measured.peak_bytes, predicted) if session.guided else ""
         if surprises.counted_bytes != before:
             self._set_static([])
@@ -321,3 +317,7 @@ class MemoryStage:
         if self.session is not None:
             self.session.abort()
         self._holders.close()
+
+
+def _gradients(module: LightningModule) -> list[torch.Tensor]:
+    return [p.grad for p in module.parameters() if p.grad is not None]

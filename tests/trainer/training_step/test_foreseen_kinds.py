@@ -1,5 +1,7 @@
 """Lengths and image sizes under a budget: no step of a new kind runs over it, all are the plain run's to the bit."""
 
+import math
+
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -7,8 +9,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ctdr_lightning import CTDRCallback, Memory
+from ctdr_lightning.memory import plan
 from ctdr_lightning.memory.guide.events import OverBudget
+from ctdr_lightning.memory.policies import Budget
 from ctdr_lightning.trainer.training_step.events import RecordedOverBudget
+from ctdr_lightning.trainer.training_step.planning import BatchPlanner
 from tests import parts
 from tests.trainer.training_step.test_many_lengths import BATCH, VOCABULARY, Words, shuffled
 from tests.trainer.true_peaks import Peaks
@@ -126,3 +131,27 @@ def test_no_kind_of_step_runs_over_the_budget_before_it_is_planned(case, share):
     assert over in ([], [0]) or case == "unrolled", [(n, *rows[n], budget_bytes) for n in over]
     recorded = sum(not guided for _, guided, _ in rows)
     assert recorded <= 4 or case in ("unrolled", "rising lengths", "images, the largest last")
+
+
+class Replanned(Callback):
+    """From the third batch on, steps that were planned for the least peak are planned to keep what fits."""
+
+    def __init__(self, ours, patch):
+        self.ours, self.patch = ours, patch
+        patch.setattr(BatchPlanner, "_best", lambda self, account: plan(account.standing, Budget(seconds=math.inf)))
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 3:
+            self.patch.undo()
+            self.ours.run.memory.session.outdate()
+
+
+def test_gradients_are_freed_for_the_plan_that_runs(monkeypatch):
+    """A plan that is made anew may keep more in the forward than the last one, and leave old gradients no room."""
+    data = words([61] * 6)
+    budget_bytes = int(0.95 * max(row[0] for row in train(Words, data)[1]))
+    callback = CTDRCallback(rank=None, memory_budget=budget_bytes, verbose=False)
+    _, rows = train(Words, data, Replanned(callback, monkeypatch), callback)
+    planned = [row[2] for row in rows]
+    assert min(planned[4:]) > 1.2 * max(planned[1:3]), "it keeps more"
+    assert max(row[0] for row in rows[1:]) <= budget_bytes
