@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import count, takewhile
 from typing import Any, TypeVar
@@ -25,17 +25,17 @@ from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.policies import POLICIES, Budget
 from ctdr_lightning.memory.policies.registry import Choose, Policy, policy_of
 from ctdr_lightning.memory.recorder.fake import record_fake
-from ctdr_lightning.memory.simulator.actions import Actions
 from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.schedule import judge
 from ctdr_lightning.memory.simulator.timeline import Timeline
+from ctdr_lightning.memory.traces.foreseen import foreseen
 from ctdr_lightning.memory.traces.optimizer import NO_OPTIMIZER, OptimizerBytes
-from ctdr_lightning.memory.traces.trace import Trace
 
 M = TypeVar("M", bound=nn.Module)
+Account = Callable[..., BatchAccount]
 _ALL_OUTPUTS = LeanStep()
 # Batches are found to this share: ResNet-50 in 16 GiB of an A100 takes 3 searches for 825, where bisection took 57 for
-# 643; each batch is recorded, at 0.7 s, and each search takes 5 s.
+# 643; each search takes 5 s.
 SHARE = 0.02
 ROOM = 0.94  # of a GPU's memory, for the tensors of the plan in the end. Not tuned.
 
@@ -103,25 +103,57 @@ def max_batch(
     chosen = POLICIES[policy] if isinstance(policy, str) else policy_of(policy)
     tries = track(count(), "max_batch: batches tried", enabled=progress)
 
-    @cache
-    def account(size: int, lean_step: LeanStep = _ALL_OUTPUTS) -> BatchAccount:
+    def recorded(size: int, lean_step: LeanStep) -> BatchAccount:
         next(tries)
         trace = record_fake(module, make_inputs(size), lean_step.step(step), device=device, precision=precision)
         return BatchAccount(trace.with_static(static_bytes), optimizer)
 
+    def plainly(account: Account) -> int:
+        return largest(lambda size: _fits_plainly(account(size), limit), 0, most, near, SHARE)
+
     with closing(tries):
-        near = _extrapolated(lambda size: kept_peak_bytes(account(size)), min(2, most), limit, most)
-        plain_size = largest(lambda size: _fits_plainly(account(size), limit), 0, most, near, SHARE)
-        lean = _lean_step(module, partial(account, min(2 * plain_size + 2, most)), limit) if rounding else _ALL_OUTPUTS
+        steps = _Steps(recorded)
+        near = _extrapolated(lambda size: kept_peak_bytes(steps.recorded(size)), min(2, most), limit, most)
+        plain_size = plainly(steps.foreseen)
+        if plain_size and not _fits_plainly(steps.recorded(plain_size), limit):
+            plain_size = plainly(steps.recorded)
+        larger = min(2 * plain_size + 2, most)
+        lean = _lean_step(module, partial(steps.recorded, larger), limit) if rounding else _ALL_OUTPUTS
 
-        @cache  # the result of a search is remembered with its step
-        def traced(size: int) -> Prepared:
-            return Prepared(account(size, lean if size > plain_size else _ALL_OUTPUTS).whole)
+        def prepared(account: Account) -> Callable[[int], Prepared]:  # the result of a search is remembered with it
+            return cache(lambda size: Prepared(account(size, lean if size > plain_size else _ALL_OUTPUTS).whole))
 
-        found = _Search(traced, limit, chosen, most).largest(plain_size)
+        search = _Search(prepared(steps.foreseen), prepared(steps.recorded), limit, chosen, most)
+        found = search.largest(plain_size)
         if found is None:
-            raise _not_even_one(traced(1), limit, policy, as_given(budget, limit))
+            raise _not_even_one(search.recorded(1), limit, policy, as_given(budget, limit))
         return LargestBatch(*found, plain_size)
+
+
+class _Steps:
+    """The steps of all batches: some are recorded, and the others are foreseen from these.
+
+    Args:
+        record: From a batch, and the layers whose outputs it leaves out, to its account.
+    """
+
+    def __init__(self, record: Account) -> None:
+        self._record = record
+        self._recorded: dict[tuple[LeanStep, int], BatchAccount] = {}
+
+    def recorded(self, size: int, lean: LeanStep = _ALL_OUTPUTS) -> BatchAccount:
+        """A step that was recorded."""
+        if (lean, size) not in self._recorded:
+            self._recorded[lean, size] = self._record(size, lean)
+        return self._recorded[lean, size]
+
+    def foreseen(self, size: int, lean: LeanStep = _ALL_OUTPUTS) -> BatchAccount:
+        """A step without a recording, where two of the same ops or more are known."""
+        known = [((n,), account.step) for (of, n), account in self._recorded.items() if of is lean]
+        if len(known) < 2 or (lean, size) in self._recorded:
+            return self.recorded(size, lean)
+        step = foreseen(known, (size,))
+        return self.recorded(size, lean) if step is None else replace(self._recorded[lean, known[0][0][0]], step=step)
 
 
 def _lean_step(module: nn.Module, account: Callable[..., BatchAccount], limit_bytes: int) -> LeanStep:
@@ -151,14 +183,23 @@ class _Search:
     search is over once a plan reaches less than `SHARE` further than those before.
 
     Args:
-        traced: From a batch to its step.
+        foreseen: From a batch to its step, perhaps without a recording.
+        recorded: From a batch to its step.
         limit_bytes: The budget.
         policy: The policy that plans.
         most: Largest batch to try.
     """
 
-    def __init__(self, traced: Callable[[int], Prepared], limit_bytes: int, policy: Policy, most: int) -> None:
-        self._traced, self._limit_bytes, self._policy, self._most = traced, limit_bytes, policy, most
+    def __init__(
+        self,
+        foreseen: Callable[[int], Prepared],
+        recorded: Callable[[int], Prepared],
+        limit_bytes: int,
+        policy: Policy,
+        most: int,
+    ) -> None:
+        self._traced, self.recorded = foreseen, recorded
+        self._limit_bytes, self._policy, self._most = limit_bytes, policy, most
         self._best: Timeline | None = None
 
     def largest(self, known: int) -> tuple[int, Plan] | None:
@@ -178,7 +219,13 @@ class _Search:
                 break
             high = high if low == size else size
             size = 2 * size if high > self._most else (low + high) // 2
-        return (low, self._fastest(self._traced(low))) if low else None
+        if not low:
+            return None
+        step = self.recorded(low)
+        self._best = judge(step, {}) if self._best is None else _carried(self._best, step)
+        if self._traced is not self.recorded and not self._holds(self._best):
+            return _Search(self.recorded, self.recorded, self._limit_bytes, self._policy, self._most).largest(known)
+        return low, self._fastest(step, self._best)
 
     def _floor_bytes(self, size: int) -> int:
         return floor_bytes(self._traced(size))
@@ -187,8 +234,7 @@ class _Search:
         """The largest batch that fits by the plan of this one; at least the known one."""
 
         def carried(smaller: int) -> Timeline:
-            step = self._traced(smaller)
-            return judge(step, _carried(timeline.actions, timeline.trace, step.trace))
+            return _carried(timeline, self._traced(smaller))
 
         near = size * self._limit_bytes // max(timeline.peak_bytes, self._limit_bytes)
         reached = largest(lambda smaller: self._holds(carried(smaller)), known, size, near, SHARE)
@@ -208,9 +254,8 @@ class _Search:
         expandable = expandable_segments()
         return runs_within(timeline.trace, timeline.actions, self._limit_bytes, expandable=expandable)
 
-    def _fastest(self, step: Prepared) -> Plan:
+    def _fastest(self, step: Prepared, made: Timeline) -> Plan:
         """The fastest plan of the largest batch: that of a search for it, or the one by which it was found."""
-        made = self._best or judge(step, {})
         # On a GPU the allocator rarely serves tensors that fill the budget: with the second room it served the plan.
         on_gpu = step.trace.device == "cuda"
         rooms = (int(ROOM * self._limit_bytes), made.peak_bytes) if on_gpu else (self._limit_bytes,)
@@ -222,18 +267,20 @@ class _Search:
         return Plan(self._policy.name, made, self._limit_bytes, options=self._policy.option_values)
 
 
-def _carried(actions: Actions, source: Trace, target: Trace) -> Actions:
-    """The actions for a step, for the same step of another batch.
+def _carried(made: Timeline, step: Prepared) -> Timeline:
+    """The actions of a timeline for the same step of another batch.
 
     A loop over parts of a batch, such as the chunks of a loss, is the one difference between their ops; its values keep
     their defaults.
     """
+    source, target, actions = made.trace, step.trace, made.actions
     names, others = ([op.name for op in trace.ops] for trace in (source, target))
     start = _n_equal(names, others)
     end = len(names) - _n_equal(names[start:][::-1], others[start:][::-1])
     shift = len(target.values) - len(source.values)
     makers = {value: source.values[value].op for value in actions}
-    return {v + (shift if makers[v] >= end else 0): a for v, a in actions.items() if not start <= makers[v] < end}
+    kept = {v + (shift if makers[v] >= end else 0): a for v, a in actions.items() if not start <= makers[v] < end}
+    return judge(step, kept)
 
 
 def _n_equal(names: Sequence[str], others: Sequence[str]) -> int:

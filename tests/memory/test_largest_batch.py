@@ -128,3 +128,31 @@ def test_a_limit_and_a_budget_for_nothing(net):
     assert max_batch(net, inputs, loss, "1GB", most=5).size == 5
     with pytest.raises(InfeasibleBudgetError, match="Not even one sample"):
         max_batch(net, inputs, loss, 1000)
+
+
+def test_few_batches_are_recorded_and_the_answer_is_one_of_them(net):
+    seen = []
+
+    def counted(size):
+        seen.append(size)
+        return inputs(size)
+
+    found = max_batch(net, counted, loss, 500_000)
+    assert len(set(seen)) <= 6
+    assert {found.size, found.plain_size} <= set(seen)
+    assert found.plan.trace.meta == record_fake(net, inputs(found.size), loss).meta, "not a foreseen one"
+
+
+def test_sizes_that_no_known_batch_tells_of_are_recorded(net):
+    """From 24 samples on each takes twice as much: what was foreseen from 2 and 16 is too little."""
+
+    def kinked(net, x):
+        return loss(net, torch.cat([x, x]) if len(x) > 24 else torch.cat([x, x[:0]]))
+
+    budget = 300_000
+    found = max_batch(net, inputs, kinked, budget)
+    assert found.plan.peak_bytes <= budget
+    plain = [n for n in range(1, 60) if simulate(record_fake(net, inputs(n), kinked)).peak_bytes <= budget]
+    assert max(plain) * (1 - SHARE) <= found.plain_size <= max(plain)
+    with pytest.raises(InfeasibleBudgetError):
+        plan(record_fake(net, inputs(1 + round(found.size * (1 + SHARE))), kinked), budget)
