@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Any
 
 from ctdr_lightning import __version__
-from ctdr_lightning.basics.errors import CTDRError
+from ctdr_lightning.basics.errors import CTDRError, meant
 
 EXAMPLES = """\
 examples:
@@ -76,7 +76,12 @@ class _Command(argparse.ArgumentParser):
         if self.prog.split()[1:] and (added := COMMANDS.get(self.prog.split()[-1])) and self.get_default("run") is None:
             module, function, _ = added
             getattr(import_module(f"ctdr_lightning.command_line.{module}"), function)(self)
-        return super().parse_known_args(*given, **named)
+        options, unknown = super().parse_known_args(*given, **named)
+        names = [name for action in self._actions for name in action.option_strings]
+        near = [meant(name.partition("=")[0], names) for name in unknown if name.startswith("--")]
+        if any(near):
+            self.error(f"unrecognized arguments: {' '.join(unknown)}. {''.join(near).strip()}")
+        return options, unknown
 
 
 def _parser() -> argparse.ArgumentParser:

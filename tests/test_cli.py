@@ -142,6 +142,16 @@ def chain(depth=2, width=16):
     return nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())))
 
 
+def of_another_torch():
+    raise RuntimeError("operator torchvision::nms does not exist")
+
+
+def test_an_argument_that_is_not_known_names_the_nearest(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", NAME, *INPUT, "--budgte", "8GiB"])
+    assert "unrecognized arguments: --budgte 8GiB. Did you mean '--budget'?" in capsys.readouterr().err
+
+
 def test_without_a_budget_a_table_says_what_budgets_cost(capsys):
     assert main(["plan", f"{__name__}:chain(12, width=32)", "--input", "512,32"]) == 0
     head, *lines, last = capsys.readouterr().out.splitlines()
@@ -276,12 +286,18 @@ def test_planning_with_a_rank_plans_the_decomposed_model(tmp_path):
         (["decompose", "nowhere:net"], "HINT: Install nowhere, or write module:callable, such as"),
         (["decompose", "json.nothing:net"], "HINT: Write module:callable, such as"),
         (["decompose", "json:dumps"], "cannot be built"),
-        (["decompose", f"{__name__}:nett"], "has no attribute 'nett' (did you mean 'net'?)"),
+        (["decompose", f"{__name__}:nett"], "has no attribute 'nett'.\nHINT: Did you mean 'net'?"),
         (["decompose", f"{__name__}:chain(depth=x)"], "The arguments in 'chain(depth=x)' cannot be read"),
         (["decompose", f"{__name__}:chain(depth=open('x'))"], "cannot be read"),
         (["decompose", f"{__name__}:chain(deep=3)"], "unexpected keyword argument 'deep'"),
-        (["decompose", "torchvision:resnet81"], "torchvision has no model 'resnet81' (did you mean 'resnet18'?)"),
-        (["decompose", "timm:vit_tiny_patch16_22"], "(did you mean 'vit_tiny_patch16_224'?)"),
+        (["decompose", "torchvision:resnet81"], "torchvision has no model 'resnet81'.\nHINT: Did you mean 'resnet18'?"),
+        (["decompose", "timm:vit_tiny_patch16_22"], "HINT: Did you mean 'vit_tiny_patch16_224'?"),
+        (["decompose", f"{__name__}:of_another_torch"], "HINT: This torchvision was built for another torch."),
+        (["plan", NAME, *INPUT, "--budget", "8"], "--budget='8' is 8 bytes.\nHINT: Did you mean \"8GiB\"?"),
+        (
+            ["max-batch", NAME, "--device", "a100"],
+            "HINT: Write --input 3,224,224.",
+        ),
         (["decompose", "transformers:absent.json"], "cannot be built: FileNotFoundError"),
         (["explain", "absent.json", "--top", "0"], "--top 0 shows nothing"),
         (["decompose", "collections:OrderedDict"], "is a OrderedDict, no nn.Module"),

@@ -10,6 +10,7 @@ from typing import Any
 from ctdr_lightning.basics.errors import ConfigError
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
+_LEAST_BUDGET_BYTES = 1024  # no step takes less; a number without a unit was meant otherwise
 _SCALE = {
     "": 1, "b": 1,
     "k": 1000, "kb": 1000, "m": 1000**2, "mb": 1000**2, "g": 1000**3, "gb": 1000**3, "t": 1000**4, "tb": 1000**4,
@@ -60,6 +61,25 @@ def parse_bytes(value: int | float | str, *, total_bytes: int | None = None, nam
             f"{name}={shown} is a fraction, but the device's memory is not known here.", 'Write bytes: "8GiB".'
         )
     return int(value * total_bytes)
+
+
+def parse_budget(value: int | float | str, *, total_bytes: int | None = None, name: str = "memory_budget") -> int:
+    """Read a budget, as `parse_bytes` reads bytes; no step fits a few bytes.
+
+    Raises:
+        ConfigError: If it cannot be read, or a unit was forgotten.
+
+    Example:
+        >>> parse_budget("8")
+        Traceback (most recent call last):
+        ctdr_lightning.basics.errors.ConfigError: memory_budget='8' is 8 bytes.
+        HINT: Did you mean "8GiB"?
+    """
+    n_bytes = parse_bytes(value, total_bytes=total_bytes, name=name)
+    if n_bytes < _LEAST_BUDGET_BYTES:
+        number = str(value).strip(" bB")
+        raise ConfigError(f"{name}={value!r} is {n_bytes} bytes.", f'Did you mean "{number}GiB"?')
+    return n_bytes
 
 
 def is_share(text: str) -> bool:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from ctdr_lightning.basics.errors import ConfigError, CTDRError, first_line
+from ctdr_lightning.basics.errors import ConfigError, CTDRError, first_line, meant
 
 _EXAMPLE = "torchvision:resnet18"
 
@@ -42,11 +41,15 @@ def build(name: str, what: str, example: str) -> Any:
     except CTDRError:
         raise
     except Exception as error:  # somebody else's code: it may raise anything
-        hint = f"module:callable, such as {example}."
-        raise ConfigError(
-            f"{what} {name!r} cannot be built: {first_line(error)}.",
-            f"Install {package}, or write {hint}" if (package := _missing(error)) else f"Write {hint}",
-        ) from error
+        problem = f"{what} {name!r} cannot be built: {first_line(error)}."
+        raise ConfigError(problem, _hint(error, f"module:callable, such as {example}.")) from error
+
+
+def _hint(error: Exception, form: str) -> str:
+    if "operator torchvision::" in str(error):
+        return "This torchvision was built for another torch. Install that of the same release, from the same index."
+    package = _missing(error)
+    return f"Install {package}, or write {form}" if package else f"Write {form}"
 
 
 def _called(call: str) -> tuple[str, list[Any], dict[str, Any]]:
@@ -69,26 +72,26 @@ def _found(module: Any, attribute: str) -> Callable[..., Any]:
     try:
         found: Callable[..., Any] = getattr(module, attribute)
     except AttributeError as error:
-        raise AttributeError(f"{error}{_meant(attribute, dir(module))}") from None
+        raise _unknown(f"{error}", attribute, dir(module)) from None
     return found
 
 
-def _meant(name: str, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(names), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+def _unknown(problem: str, name: str, names: Sequence[str]) -> ConfigError:
+    """The error of a name that a module or library does not have; it names the nearest."""
+    return ConfigError(f"{problem}.", meant(name, names).strip() or f"It has {len(names)} other names.")
 
 
 def _torchvision(name: str, **options: Any) -> nn.Module:
     models = import_module("torchvision.models")
     if name not in models.list_models():
-        raise ValueError(f"torchvision has no model {name!r}{_meant(name, models.list_models())}")
+        raise _unknown(f"torchvision has no model {name!r}", name, models.list_models())
     return models.get_model(name, **{"weights": None, **options})
 
 
 def _timm(name: str, **options: Any) -> nn.Module:
     timm = import_module("timm")
     if not timm.is_model(name):
-        raise ValueError(f"timm has no model {name!r}{_meant(name, timm.list_models())}")
+        raise _unknown(f"timm has no model {name!r}", name, timm.list_models())
     return timm.create_model(name, **{"pretrained": False, **options})
 
 

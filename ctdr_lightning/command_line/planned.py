@@ -15,7 +15,7 @@ from torch import nn
 from ctdr_lightning.basics.devices import DEVICES, device_model
 from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError
 from ctdr_lightning.basics.files import write_text
-from ctdr_lightning.basics.units import format_bytes, format_seconds, is_share, parse_bytes
+from ctdr_lightning.basics.units import format_bytes, format_seconds, is_share, parse_budget
 from ctdr_lightning.command_line.batches import Input, from_data, from_inputs, resized
 from ctdr_lightning.command_line.in_tables import budgets, layers
 from ctdr_lightning.command_line.named import build_model
@@ -169,8 +169,9 @@ def _say(made: Plan, options: argparse.Namespace) -> None:
     print(made.explain().splitlines()[0])
     if options.device and options.device != "cpu":
         print(made.reserved)
-        if made.budget_bytes and (said := served_in_words(made.trace, made.actions, made.budget_bytes)):
-            print(said)
+        if made.budget_bytes:
+            trouble = served_in_words(made.trace, made.actions, made.budget_bytes)
+            print(trouble or f"Under a limit of {format_bytes(made.budget_bytes)} it serves each step all the same.")
         print(beside_the_step(device_model(options.device)))
     if options.save:
         made.to_json(options.save)
@@ -178,7 +179,7 @@ def _say(made: Plan, options: argparse.Namespace) -> None:
 
 def _inputs(options: argparse.Namespace) -> list[Input]:
     if not options.input:
-        raise ConfigError("Neither --input nor --data is given.", "Write --input 64,3,224,224.")
+        raise ConfigError("Neither --input nor --data is given.", f"Write --input {options.shape}.")
     return [Input.read(text) for text in options.input]
 
 
@@ -194,7 +195,7 @@ def _check_budget(options: argparse.Namespace) -> None:
     if options.budget is not None:
         card = options.device is not None and options.device != "cpu"
         total_bytes = device_model(options.device).memory_bytes if card else None
-        n_bytes = parse_bytes(options.budget, total_bytes=total_bytes, name="--budget")
+        n_bytes = parse_budget(options.budget, total_bytes=total_bytes, name="--budget")
         options.budget = format_bytes(n_bytes) if is_share(options.budget) else options.budget
 
 
@@ -268,6 +269,7 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_batch(parser: argparse.ArgumentParser, shape: str) -> None:
+    parser.set_defaults(shape=shape.split()[-1])
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
         "--input", action="append", metavar="[NAME=]SHAPE[:DTYPE]",

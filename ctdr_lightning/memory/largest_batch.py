@@ -200,7 +200,7 @@ class _Search:
     ) -> None:
         self._traced, self.recorded = foreseen, recorded
         self._limit_bytes, self._policy, self._most = limit_bytes, policy, most
-        self._best: Timeline | None = None
+        self._made: list[Timeline] = []
 
     def largest(self, known: int) -> tuple[int, Plan] | None:
         """The largest batch with its plan; None where not even one sample has one.
@@ -221,11 +221,10 @@ class _Search:
             size = 2 * size if high > self._most else (low + high) // 2
         if not low:
             return None
-        step = self.recorded(low)
-        self._best = judge(step, {}) if self._best is None else _carried(self._best, step)
-        if self._traced is not self.recorded and not self._holds(self._best):
+        made = self._fastest(self.recorded(low))
+        if made is None and self._traced is not self.recorded:
             return _Search(self.recorded, self.recorded, self._limit_bytes, self._policy, self._most).largest(known)
-        return low, self._fastest(step, self._best)
+        return None if made is None else (low, made)
 
     def _floor_bytes(self, size: int) -> int:
         return floor_bytes(self._traced(size))
@@ -236,10 +235,9 @@ class _Search:
         def carried(smaller: int) -> Timeline:
             return _carried(timeline, self._traced(smaller))
 
+        self._made.append(timeline)
         near = size * self._limit_bytes // max(timeline.peak_bytes, self._limit_bytes)
-        reached = largest(lambda smaller: self._holds(carried(smaller)), known, size, near, SHARE)
-        self._best = carried(reached) if reached > known else self._best
-        return reached
+        return largest(lambda smaller: self._holds(carried(smaller)), known, size, near, SHARE)
 
     def _planned(self, step: Prepared, limit_bytes: int) -> Timeline | None:
         """The policy's plan, whether it fits or not; None where it has none."""
@@ -254,16 +252,18 @@ class _Search:
         expandable = expandable_segments()
         return runs_within(timeline.trace, timeline.actions, self._limit_bytes, expandable=expandable)
 
-    def _fastest(self, step: Prepared, made: Timeline) -> Plan:
-        """The fastest plan of the largest batch: that of a search for it, or the one by which it was found."""
-        # On a GPU the allocator rarely serves tensors that fill the budget: with the second room it served the plan.
-        on_gpu = step.trace.device == "cuda"
-        rooms = (int(ROOM * self._limit_bytes), made.peak_bytes) if on_gpu else (self._limit_bytes,)
-        for room in rooms if made.replays else ():
-            found = self._planned(step, room)
-            if found is not None and found.seconds < made.seconds and self._holds(found):
-                made = found
-                break
+    def _fastest(self, step: Prepared) -> Plan | None:
+        """The fastest plan for a batch: one of those found for others, or of a search for it; None where none holds."""
+        carried = [judge(step, {}), *(_carried(made, step) for made in self._made)]
+        held = [timeline for timeline in carried if self._holds(timeline)]
+        if not held:
+            return None
+        made = min(held, key=lambda timeline: timeline.seconds)
+        # On a GPU the allocator rarely serves tensors that fill the budget.
+        room = int((ROOM if step.trace.device == "cuda" else 1.0) * self._limit_bytes)
+        found = self._planned(step, room) if made.replays else None
+        if found is not None and found.seconds < made.seconds and self._holds(found):
+            made = found
         return Plan(self._policy.name, made, self._limit_bytes, options=self._policy.option_values)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from functools import cache
+from collections.abc import Iterator
+from functools import cache, partial
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from torch.optim import SGD, Optimizer
 from torchmetrics import Metric, MetricCollection
 
 _SILENT = ("lightning.pytorch", "lightning.fabric")
@@ -17,18 +19,47 @@ def attach_fake_trainer(module: LightningModule) -> None:
     """Let a module's ``training_step`` run alone.
 
     It finds a trainer that trains nothing, logs nowhere, and its metrics return zero: they read values, which fake
-    tensors do not have, and take no part in the backward.
+    tensors do not have, and take no part in the backward. Its optimizers are made anew where the step asks for them.
 
     Args:
-        module: A copy: its ``log``, its trainer and its metrics stay replaced.
+        module: A copy: its ``log``, its trainer, its optimizers and its metrics stay replaced.
     """
     module.trainer = _trainer()
     module.trainer.training = True
     for part in module.modules():
         if isinstance(part, LightningModule):
             part.log = part.log_dict = _nothing  # type: ignore[method-assign]
+            part.optimizers = partial(_one_or_all, part)  # type: ignore[method-assign]
         if isinstance(part, Metric | MetricCollection):
             part.forward = part.update = _zero  # type: ignore[method-assign, assignment]
+
+
+def optimizers_of(module: LightningModule) -> list[Optimizer]:
+    """The optimizers that a module configures; none where that cannot be done before training.
+
+    Args:
+        module: A copy of the model.
+    """
+    try:
+        return list(_optimizers_in(module.configure_optimizers()))
+    except Exception:  # the user's code may ask for anything that comes after setup
+        return []
+
+
+def _optimizers_in(made: Any) -> Iterator[Optimizer]:
+    if isinstance(made, Optimizer):
+        yield made
+    elif isinstance(made, dict):
+        yield from _optimizers_in(made.get("optimizer"))
+    elif isinstance(made, list | tuple):
+        for part in made:
+            yield from _optimizers_in(part)
+
+
+def _one_or_all(module: LightningModule, use_pl_optimizer: bool = True) -> Any:
+    """As a LightningModule has them: a step that logs the learning rate asks for it."""
+    found = optimizers_of(module) or [SGD(module.parameters(), lr=0.0)]
+    return found[0] if len(found) == 1 else found
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -262,7 +262,7 @@ class FitRun:
             if self.coach is not None:
                 self.coach.step_done()
         if self.monitor.due(trainer):
-            values = self.reporter.interval(trainer, module, batch)
+            values = self.reporter.interval(trainer)
             values |= self.coach.step_logs() if self.coach is not None else {}
             log_scalars(trainer, module, values, on_step=True)
 

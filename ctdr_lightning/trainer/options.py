@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ctdr_lightning.basics.checks import boolean, known, real
-from ctdr_lightning.basics.errors import CheckpointError, ConfigError
-from ctdr_lightning.basics.units import parse_bytes, plain_number
+from ctdr_lightning.basics.errors import CheckpointError, ConfigError, meant
+from ctdr_lightning.basics.units import parse_budget, plain_number
 from ctdr_lightning.decomposition import Choices
-from ctdr_lightning.decomposition.choose.rank import RankSpec
+from ctdr_lightning.decomposition.choose.rank import RANK_RULES, RankSpec
 from ctdr_lightning.joint.metric import name_of
 from ctdr_lightning.memory import POLICIES
 from ctdr_lightning.memory.holders.places import Places
@@ -19,7 +19,6 @@ from ctdr_lightning.recovery.schedule import Recovery, read_yaml
 from ctdr_lightning.trainer.groups import Memory, Ranks, grouped
 
 AUTO, IF_NEEDED = "auto", "if_needed"
-_LEAST_BUDGET_BYTES = 1024  # no step takes less; a number without a unit was meant otherwise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +46,7 @@ class CallbackOptions(Ranks, Memory):
         known(POLICIES, "policy", self.policy)
         if self.memory_budget is not None:
             object.__setattr__(self, "memory_budget", plain_number(self.memory_budget))  # a checkpoint holds it
-            n_bytes = parse_bytes(self.memory_budget, total_bytes=1 << 62)
-            if n_bytes < _LEAST_BUDGET_BYTES:
-                number = str(self.memory_budget).strip(" bB")
-                raise ConfigError(
-                    f"memory_budget={self.memory_budget!r} is {n_bytes} bytes.", f'Did you mean "{number}GiB"?'
-                )
+            parse_budget(self.memory_budget, total_bytes=1 << 62)
         self.places()
         boolean("verbose", self.verbose)
         self._check_choice_of_ranks()
@@ -111,6 +105,8 @@ class CallbackOptions(Ranks, Memory):
         for pattern, rank in ranks.items():
             if isinstance(rank, bool) or not isinstance(rank, int | float | str | list | tuple):
                 raise ConfigError(f"rank={rank!r} is not a rank.", 'Write 0.5, 16, "vbmf" or a mapping to these.')
+            if isinstance(rank, str) and not pattern:
+                _check_spelling(rank)
             RankSpec.parse(rank, f"rank[{pattern!r}]" if pattern else "rank")
 
     def _check_choice_of_ranks(self) -> None:
@@ -215,3 +211,15 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def _check_spelling(rank: str) -> None:
+    """Refuse a text that begins with no known word; numbers in quotes have an error of their own."""
+    word = rank.partition("=")[0].strip()
+    known = (AUTO, IF_NEEDED, *RANK_RULES)
+    if word in known or any(character.isdigit() for character in word):
+        return
+    names = ", ".join(f'"{name}"' for name in (IF_NEEDED, AUTO, "vbmf"))
+    raise ConfigError(
+        f"rank={rank!r} is not known.", f'{meant(word, known)}Write None, {names}, 0.5, 16 or "error=0.05".'
+    )

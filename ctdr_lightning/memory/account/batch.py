@@ -39,7 +39,7 @@ class BatchAccount:
     def standing(self) -> Trace:
         """The step with all resident bytes."""
         trace = self.step.with_static(self.optimizer.state + self.optimizer.standing + self.copied_bytes)
-        trace = trace.with_live_bytes(self.kept_bytes, 0, max(forward_ticks(trace) - 1, 0))
+        trace = trace.with_live_bytes(self.kept_bytes, 0, max(trace.forward_ticks - 1, 0))
         backward = [op.tick for op in trace.ops if op.backward]
         if not self.in_backward or not backward:
             return trace
@@ -101,12 +101,6 @@ class BatchAccount:
 def with_room(copied_bytes: int) -> int:
     """The bytes to plan for copies: batches of many sizes have copies of many sizes, and each growth plans all anew."""
     return copied_bytes + copied_bytes // 8
-
-
-def forward_ticks(trace: Trace) -> int:
-    """Number of ticks up to the last op before the backward; later ones are not part of the forward."""
-    begins = min((op.tick for op in trace.ops if op.backward), default=trace.n_ticks)
-    return max((op.tick for op in trace.ops if op.tick < begins), default=-1) + 1
 
 
 def _gradients_freed(trace: Trace, sizes: Iterable[int]) -> Trace:

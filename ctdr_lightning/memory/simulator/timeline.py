@@ -52,8 +52,7 @@ class Timeline:
     @property
     def forward_peak_bytes(self) -> int:
         """The largest number of live bytes up to the forward's last op."""
-        last = max((op.tick for op in self.trace.ops if not op.backward), default=-1)
-        return int(self.bytes_at[: last + 1].max(initial=self.trace.resident_bytes))
+        return int(self.bytes_at[: self.trace.forward_ticks].max(initial=self.trace.resident_bytes))
 
     @cached_property
     def peak_tick(self) -> int:

@@ -182,6 +182,15 @@ class Trace(MadeOnce):
         return tuple(i for i, op in enumerate(self.ops) if not op.backward)
 
     @cached_property
+    def forward_ticks(self) -> int:
+        """Number of ticks up to the forward's last op: what runs after the last op of a backward is no part of it.
+
+        A gradient that the loss itself holds, such as that of a penalty, is part of the forward.
+        """
+        ends = max((op.tick for op in self.ops if op.backward), default=self.n_ticks)
+        return max((op.tick for op in self.ops if not op.backward and op.tick < ends), default=-1) + 1
+
+    @cached_property
     def seconds(self) -> float:
         """Time of the plain step: the sum over its ops."""
         return sum(op.seconds for op in self.ops)

@@ -19,6 +19,7 @@ from ctdr_lightning.joint.metric import MetricLike, alone, is_torchmetric, name_
 from ctdr_lightning.memory import Trace
 from ctdr_lightning.memory.account.batch import BatchAccount
 from ctdr_lightning.trainer.accuracy.training_data import TrainingData
+from ctdr_lightning.trainer.fake_trainer import optimizers_of
 from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.randomness import isolated
 
@@ -119,13 +120,8 @@ def _optimizer(double: LightningModule) -> Optimizer | None:
     Raises:
         ConfigError: If it runs the step itself, any number of times.
     """
-    try:
-        made: Any = double.configure_optimizers()
-    except Exception:  # the user's code may ask for anything that comes after setup
-        return None
-    while isinstance(made, list | tuple | dict) and made:
-        made = made["optimizer"] if isinstance(made, dict) else made[0]
-    if not isinstance(made, Optimizer):
+    made = next(iter(optimizers_of(double)), None)
+    if made is None:
         return None
     if signature(made.step).parameters["closure"].default is Parameter.empty:
         name = type(made).__name__

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ctdr_lightning.basics.duplicate import duplicate
 from ctdr_lightning.trainer.accuracy.own_loaders import own_loader
+from ctdr_lightning.trainer.fake_trainer import optimizers_of
 from ctdr_lightning.trainer.modules import overrides
 
 _SILENT = ("log", "log_dict", "manual_backward", "toggle_optimizer", "untoggle_optimizer", "clip_gradients", "print")
@@ -58,13 +60,17 @@ def rehearse(module: LightningModule, trainer: Any) -> LightningModule:
     double.trainer = trainer
     for name in _SILENT:
         vars(double)[name] = _ignore
-    stills = [_StillOptimizer(optimizer) for optimizer in trainer.optimizers]
-    one = stills[0] if len(stills) == 1 else stills
-    vars(double)["optimizers"] = lambda use_pl_optimizer=True: one
+    vars(double)["optimizers"] = partial(_still_optimizers, double)
     schedulers = [_StillScheduler() for _ in trainer.lr_scheduler_configs]
     few = None if not schedulers else schedulers[0] if len(schedulers) == 1 else schedulers
     vars(double)["lr_schedulers"] = lambda: few
     return double.train()
+
+
+def _still_optimizers(double: LightningModule, use_pl_optimizer: bool = True) -> Any:
+    trainer: Any = double.trainer
+    stills = [_StillOptimizer(optimizer) for optimizer in trainer.optimizers or optimizers_of(double)]
+    return stills[0] if len(stills) == 1 else stills
 
 
 def _ignore(*_: Any, **__: Any) -> None:

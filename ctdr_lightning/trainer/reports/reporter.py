@@ -140,7 +140,7 @@ class Reporter:
             "ctdr/compression": before / max(after, 1),
         }
 
-    def interval(self, trainer: Any, module: LightningModule, batch: Any) -> dict[str, Any]:
+    def interval(self, trainer: Any) -> dict[str, Any]:
         """The numbers of the last log interval; new plans go to the loggers."""
         values: dict[str, Any] = self._monitor.interval(trainer)
         values |= utilisation(trainer, self._engine.meters.step_flops, values.get("ctdr/step_time_s", 0.0))
@@ -184,6 +184,8 @@ class Reporter:
         """
         if not trainer.is_global_zero:
             return
+        if not self._measured and trainer.log_every_n_steps and not trainer.barebones:
+            self.interval(trainer)  # of a run that is shorter than one
         self._publish_run(trainer, module)
         if not self._surgeon.decomposes and self._memory.session is None:
             return

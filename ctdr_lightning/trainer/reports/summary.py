@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -12,6 +13,8 @@ from ctdr_lightning.trainer.reports.memory_report import PlanPeaks
 
 # As many as fit one line of a terminal.
 _MOST_METRICS = 6
+# Of Lightning's LearningRateMonitor, "lr-Adam/pg1", and of those who log it by hand.
+_LEARNING_RATE = re.compile(r"(lr|learning_rate)\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,8 @@ def _accuracy(facts: RunFacts) -> str:
     known = [f"{name} {value:.4f}" for name, value in stages.items() if value is not None]
     if known:
         return f"{facts.monitor or 'Metric'}: {', '.join(known)}."
-    shown = [f"{name} {value:.4f}" for name, value in list(facts.metrics.items())[:_MOST_METRICS]]
+    metrics = [(name, value) for name, value in facts.metrics.items() if not _LEARNING_RATE.match(name)]
+    shown = [f"{name} {value:.4f}" for name, value in metrics[:_MOST_METRICS]]
     return f"Last metrics: {', '.join(shown)}." if shown else ""
 
 

@@ -8,6 +8,7 @@ from ctdr_lightning import CTDRCallback, Ranks
 from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError
 from ctdr_lightning.decomposition import Choices, FactorizedLayer
 from ctdr_lightning.joint import pricing
+from ctdr_lightning.trainer.fake_trainer import attach_fake_trainer
 from ctdr_lightning.trainer.groups import grouped
 from ctdr_lightning.trainer.modules import SMALL_ELEMENTS
 from tests import forks, parts
@@ -42,6 +43,36 @@ def test_layers_are_cut_to_what_the_budget_asks_for_and_the_optimizer_owns_them(
     assert callback.run.memory.session.plan.peak_bytes <= BUDGET
     owned = {id(p) for group in trainer.optimizers[0].param_groups for p in group["params"]}
     assert owned == {id(p) for p in chosen.parameters()}
+
+
+class LogsItsRate(parts.Blobs):
+    """Asks for its optimizer in each step, as those do that log the learning rate."""
+
+    waits = False
+
+    def training_step(self, batch, batch_idx):
+        self.log("lr", self.optimizers().param_groups[0]["lr"])
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self):
+        if self.waits and not self.trainer.training:
+            raise RuntimeError("asked before training")
+        return super().configure_optimizers()
+
+
+def test_a_step_that_asks_for_its_optimizer_is_tried():
+    chosen, callback = LogsItsRate(width=32), automatic()
+    parts.fit(chosen, callback, max_epochs=1)
+    assert n_factorized(chosen) > 0
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_command_finds_the_optimizer_of_a_step(waits):
+    asked = LogsItsRate(width=32)
+    asked.waits = waits
+    attach_fake_trainer(asked)
+    asked.trainer.training = not waits
+    assert asked.optimizers().param_groups[0]["params"]
 
 
 def test_a_large_weight_that_no_layer_kind_covers_is_named(caplog):

@@ -84,7 +84,8 @@ def test_the_peak_is_the_highest_that_was_measured_not_a_small_last_batchs(tmp_p
 
 
 def test_without_recovery_the_last_metrics_are_told():
-    assert "Last metrics: val_acc 0.5000." in closing_summary(RunFacts(2, 1, metrics={"val_acc": 0.5}))
+    metrics = {"lr": 0.1, "lr-Adam/pg1": 0.1, "val_acc": 0.5, "lrelu": 0.25}
+    assert "Last metrics: val_acc 0.5000, lrelu 0.2500." in closing_summary(RunFacts(2, 1, metrics=metrics))
 
 
 @pytest.mark.parametrize("verbose", [True, False])
@@ -97,3 +98,11 @@ def test_a_run_ends_with_it_on_screen_where_verbose_and_in_the_loggers_always(tm
     for word in ("Parameters:", "val_acc: dense", "now", "Peak of a step", "Time of a batch"):
         assert word in written
     assert (written.splitlines()[0] in caplog.text) is verbose
+
+
+def test_a_run_shorter_than_an_interval_has_its_verdict_too(caplog):
+    caplog.set_level("INFO")
+    ours = CTDRCallback(rank=None, memory_budget="8MiB")
+    parts.fit(parts.Blobs(), ours, max_epochs=1, log_every_n_steps=1000)
+    assert "Budget of 8.0 MiB kept: yes." in caplog.text
+    assert "measured" in caplog.text
