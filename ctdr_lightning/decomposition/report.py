@@ -29,7 +29,7 @@ _NOMINAL_AXIS = 32
 # Half of a layer's energy lost. A weight's error says little where the outputs were measured: after a refit a digits
 # CNN at a quarter has layers at .86 and outputs 2e-5 nats from dense. So it counts where nothing was measured, or where
 # the outputs are this far: .05 nats were 1 to 2 points of accuracy on digits.
-_MOST_ERROR = 0.7
+MOST_ERROR = 0.7
 _NEAR_NATS = 0.05
 _SHOWN = 8
 
@@ -242,7 +242,7 @@ def warn_of_losses(report: Report, last: Layer | None) -> None:
     """
     geometry = last.geometry if last is not None else None
     n_outputs = geometry.out_size if geometry is not None and geometry.out_size <= geometry.in_size else 0
-    most = math.inf if report.divergence < _NEAR_NATS else _MOST_ERROR
+    most = math.inf if report.divergence < _NEAR_NATS else MOST_ERROR
     name = last.name if last is not None else None
     texts = [_fault(row, n_outputs if row.name == name else 0, most) for row in report.factorized]
     found = [text for text in texts if text]

@@ -14,12 +14,14 @@ from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.files import write_text
 from ctdr_lightning.basics.units import format_bytes, format_seconds
 from ctdr_lightning.decomposition.choose.choices import Choices
-from ctdr_lightning.decomposition.report import Report
+from ctdr_lightning.decomposition.report import MOST_ERROR, Report
 from ctdr_lightning.joint.considered import OPTION_HEAD, Considered, Option, options_of
 from ctdr_lightning.memory.lean.tiles import tiles_in_words
 from ctdr_lightning.memory.plans.plan import Plan
 
 BUDGET_FIT_VERSION = 2
+# In nats: a digits CNN that was trained loses 2e-5 at a quarter of its weights, and 2e-11 as it was drawn.
+_NO_LOSS = 1e-7
 CLOCK_ERROR = 1.05  # medians of a few pairs of steps spread by 3 %: a step of 1.05 of a limit still keeps it
 
 
@@ -158,12 +160,19 @@ class BudgetFit(_Numbers):
             f"Time of a step: dense {format_seconds(self.dense_s)}, chosen {format_seconds(self.seconds)} predicted, "
             f"of it {format_seconds(self.plan.recompute_seconds)} recomputation; {timed}.",
             f"Expected cost: KL {self.loss:.4f} nats to the dense outputs, before any training.",
+            *self._untrained(),
             *metric,
             *self._left_out(),
             *([f"{tiles_in_words(self.tiles)}."] if self.tiles else []),
             *self._without_a_cut(),
             f"Looked at: {_counted(len(self.considered), 'candidate')}, in {self.search_s:.1f} s.",
         ]
+
+    def _untrained(self) -> list[str]:
+        """Large cuts that change no output: those of a network whose outputs hardly depend on its inputs yet."""
+        if self.loss > _NO_LOSS or not any(row.relative_error > MOST_ERROR for row in self.report.layers):
+            return []
+        return ["The network looks untrained: its outputs tell no cost of a cut. Train it first, or use rank=None."]
 
     def _left_out(self) -> list[str]:
         if not self.leaving_out:

@@ -40,7 +40,7 @@ pricing.RealStep.seconds, search.PREDICTION_ERROR = lambda _: 1.0, 1e9
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-VERDICT = r"Budget of ([\d.]+) MiB kept", r"([\d.]+) MiB\s+measured\.\nBudget"
+VERDICT = r"Budget of ([\d.]+) MiB kept", r"([\d.]+) MiB\s+of\s+tensors\s+measured\.\nBudget"
 EXACT = re.compile(r"[Bb]udget (?:of )?[\d.]+ \w+|Parameters: [\d,]+")
 
 
@@ -84,7 +84,7 @@ def mebibytes(text):
 def test_an_example_prints_the_text_of_the_page(name, tmp_path):
     found, shown = printed(name, tmp_path), on_page(name)[3]
     budget, measured = (
-        float(re.search(p, found)[1]) for p in (r"Budget of ([\d.]+)", r"([\d.]+) MiB\s+measured\.\n+B")
+        float(re.search(p, found)[1]) for p in (r"Budget of ([\d.]+)", r"([\d.]+) MiB\s+of\s+tensors\s+measured\.\n+B")
     )
     assert measured <= MOST_OVER.get(name, 1.0) * budget
     if name in MOST_OVER:

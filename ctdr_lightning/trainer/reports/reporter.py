@@ -201,6 +201,7 @@ class Reporter:
             budget_bytes=self._memory.budget_bytes,
             over_bytes=self._memory_report.over_budget_bytes(),
             measured=self._measured,
+            counted=trainer.strategy.root_device.type != "cuda",
             fit=self.fit,
         )
         text = closing_summary(facts)

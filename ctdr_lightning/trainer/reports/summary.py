@@ -31,6 +31,7 @@ class RunFacts:
         budget_bytes: The budget; None without one.
         over_bytes: The most by which a step was seen to exceed the budget, apart from the measured peak.
         measured: The last log interval's numbers, by their names in the loggers; the peak is the highest of any.
+        counted: Whether the measured bytes are those of counted tensors, rather than those of a GPU's allocator.
         fit: The choice of ``rank="auto"``; None elsewhere.
     """
 
@@ -43,6 +44,7 @@ class RunFacts:
     budget_bytes: int | None = None
     over_bytes: int = 0
     measured: Mapping[str, float] = field(default_factory=dict)
+    counted: bool = False
     fit: BudgetFit | None = None
 
 
@@ -83,7 +85,8 @@ def _peak(facts: RunFacts) -> str:
     told = [f"dense {format_bytes(facts.fit.dense_peak_bytes)}"] if facts.fit is not None else []
     told += [f"{format_bytes(peaks.unplanned_bytes)} without a plan"] if peaks.unplanned_bytes else []
     told += [f"{format_bytes(peaks.predicted_bytes)} predicted"] if peaks.predicted_bytes else []
-    told += [f"{format_bytes(measured)} measured"] if measured else []
+    # what kernels allocate for themselves is predicted, but no processor tells it while they run
+    told += [f"{format_bytes(measured)} {'of tensors ' if facts.counted else ''}measured"] if measured else []
     return f"Peak of a step: {', '.join(told)}." if told else ""
 
 
@@ -92,11 +95,12 @@ def _measured_peak_bytes(facts: RunFacts) -> int:
 
 
 def _kept(facts: RunFacts) -> str:
-    """Verdict on the budget, by measured bytes alone."""
+    """Verdict on the budget: by measured bytes, and by predicted ones where only tensors could be counted."""
     if facts.budget_bytes is None:
         return ""
     measured, budget = _measured_peak_bytes(facts), format_bytes(facts.budget_bytes)
-    over = max(facts.over_bytes, measured - facts.budget_bytes)
+    known = max(measured, facts.peaks.predicted_bytes) if facts.counted else measured
+    over = max(facts.over_bytes, known - facts.budget_bytes)
     if over > 0:
         return f"Budget of {budget} kept: no, by {format_bytes(over)}."
     if not measured:

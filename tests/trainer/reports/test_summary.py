@@ -50,12 +50,20 @@ def test_the_verdict_on_the_budget_goes_by_measured_bytes(measured_gib, over_byt
     assert verdict in closing_summary(facts).splitlines()
 
 
+@pytest.mark.parametrize(("counted", "verdict"), [(True, "kept: no, by 128.0 MiB."), (False, "kept: yes.")])
+def test_without_a_gpu_the_workspaces_that_were_predicted_count(counted, verdict):
+    facts = RunFacts(
+        2, 2, budget_bytes=GIB, measured={"ctdr/peak_memory_gib": 0.75}, peaks=PlanPeaks(9 * GIB // 8), counted=counted
+    )
+    assert verdict in closing_summary(facts)
+
+
 def test_a_run_without_a_cut_ends_with_it_too(caplog):
     with caplog.at_level(logging.INFO):
         parts.fit(parts.blobs(), CTDRCallback(rank=None, memory_budget="1GiB"), max_epochs=2, log_every_n_steps=1)
     closing = next(text for text in caplog.messages if "kept:" in text)
     assert "Budget of 1.00 GiB kept: yes." in closing
-    assert re.search(r"Peak of a step: (.*) without a plan, \1 predicted, (.*) measured\.", closing)
+    assert re.search(r"Peak of a step: (.*) without a plan, \1 predicted, (.*) of tensors measured\.", closing)
     assert "as many as before" in closing
 
 
@@ -79,7 +87,7 @@ def test_the_peak_is_the_highest_that_was_measured_not_a_small_last_batchs(tmp_p
     callback = CTDRCallback(rank=0.5, memory_budget="1GiB", verbose=False)
     parts.fit(parts.blobs(), callback, max_epochs=2, logger=CSVLogger(tmp_path), data=parts.loaders(24))
     text = (tmp_path / "lightning_logs" / "version_0" / "ctdr" / "summary.txt").read_text()
-    predicted, measured = re.search(r"Peak of a step: .* without a plan, (.*) predicted, (.*) measured", text).groups()
+    predicted, measured = re.search(r"Peak of a step: .* without a plan, (.*) predicted, (.*) of tensors measured", text).groups()
     assert parse_bytes(measured) > 0.9 * parse_bytes(predicted)
 
 
