@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ctdr_lightning.basics.devices import DeviceModel, device_model
 from ctdr_lightning.memory import Plan, Timeline, plan, record_fake, simulate
-from ctdr_lightning.memory.account.batch import BatchAccount, forward_ticks
+from ctdr_lightning.memory.account.batch import BatchAccount
 from ctdr_lightning.memory.allocator.reserved import Reserved, reserved_by
 from ctdr_lightning.memory.holders.optimizer_bytes import predict_for
 from ctdr_lightning.memory.recorder.gpu_workspace import cublas_bytes
@@ -99,7 +99,7 @@ def _use(name: str, card: DeviceModel, account: BatchAccount, made: Plan | Timel
     alive = [i for i, s in enumerate(trace.storages) if 0 <= s.born <= peak <= line.ends[i]]
     activations = batch + sum(trace.storages[i].n_bytes for i in alive if i in by_forward)
     new = [trace.storages[i] for i in alive if i not in by_forward and trace.storages[i].end >= trace.n_ticks - 1]
-    gradients = account.kept_bytes if peak < forward_ticks(trace) else sum(storage.n_bytes for storage in new)
+    gradients = account.kept_bytes if peak < trace.forward_ticks else sum(storage.n_bytes for storage in new)
     plans = isinstance(made, Plan)
     return Use(
         name, card, card.context_bytes + cublas_bytes(card), weights, gradients, state, activations,

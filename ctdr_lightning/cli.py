@@ -63,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.run(options)
     except CTDRError as error:
-        print(f"ctdr: {error}".replace("memory_budget", "--budget"), file=sys.stderr)  # as the argument is named here
+        said = f"ctdr: {error}".replace("memory_budget", "--budget").replace("max_slowdown=", "--max-slowdown ")
+        print(said, file=sys.stderr)  # as the arguments are named here
         return 2
     return 0
 

@@ -7,10 +7,12 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import count, takewhile
+from math import inf
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from ctdr_lightning.basics.checks import real
 from ctdr_lightning.basics.devices import DeviceModel
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.progress_bar import track
@@ -68,6 +70,7 @@ def max_batch(
     device: DeviceModel | str | None = None,
     precision: str | None = None,
     rounding: bool = True,
+    max_slowdown: float | None = None,
     progress: bool = True,
 ) -> LargestBatch:
     """Find the largest batch.
@@ -87,10 +90,13 @@ def max_batch(
         precision: Precision of the step, as for `record_fake`.
         rounding: Whether large linear layers may leave out their outputs, with the same loss up to rounding, in batches
             that do not fit without a plan.
+        max_slowdown: Longest step, in steps of the same batch without a plan; None allows any. Near the least peak
+            that a batch has at all, plans may take many times as long.
         progress: Whether to show on stderr how far the search is, once it has lasted two seconds.
 
     Raises:
         InfeasibleBudgetError: If not even one sample fits.
+        ConfigError: If ``max_slowdown`` is below 1.
 
     Example:
         >>> net = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())])
@@ -99,7 +105,9 @@ def max_batch(
         >>> found.size > found.plain_size
         True
     """
-    limit = parse_bytes(budget)
+    limit, most_time = parse_bytes(budget), inf if max_slowdown is None else max_slowdown
+    if max_slowdown is not None:
+        real("max_slowdown", max_slowdown, least=1.0)
     chosen = POLICIES[policy] if isinstance(policy, str) else policy_of(policy)
     tries = track(count(), "max_batch: batches tried", enabled=progress)
 
@@ -123,10 +131,10 @@ def max_batch(
         def prepared(account: Account) -> Callable[[int], Prepared]:  # the result of a search is remembered with it
             return cache(lambda size: Prepared(account(size, lean if size > plain_size else _ALL_OUTPUTS).whole))
 
-        search = _Search(prepared(steps.foreseen), prepared(steps.recorded), limit, chosen, most)
+        search = _Search(prepared(steps.foreseen), prepared(steps.recorded), limit, chosen, most, most_time)
         found = search.largest(plain_size)
         if found is None:
-            raise _not_even_one(search.recorded(1), limit, policy, as_given(budget, limit))
+            raise _not_even_one(search.recorded(1), limit, policy, as_given(budget, limit), most_time)
         return LargestBatch(*found, plain_size)
 
 
@@ -188,6 +196,7 @@ class _Search:
         limit_bytes: The budget.
         policy: The policy that plans.
         most: Largest batch to try.
+        most_time: Longest step of a plan, in plain steps.
     """
 
     def __init__(
@@ -197,9 +206,10 @@ class _Search:
         limit_bytes: int,
         policy: Policy,
         most: int,
+        most_time: float,
     ) -> None:
         self._traced, self.recorded = foreseen, recorded
-        self._limit_bytes, self._policy, self._most = limit_bytes, policy, most
+        self._limit_bytes, self._policy, self._most, self._most_time = limit_bytes, policy, most, most_time
         self._made: list[Timeline] = []
 
     def largest(self, known: int) -> tuple[int, Plan] | None:
@@ -215,7 +225,7 @@ class _Search:
             timeline = self._planned(self._traced(size), self._limit_bytes)
             before, low = low, low if timeline is None else self._reached(timeline, size, low)
             close = max(1, int(SHARE * low))
-            if timeline is not None and low and low < size and low - before < close:
+            if timeline is not None and known < low < size and low - before < close:
                 break
             high = high if low == size else size
             size = 2 * size if high > self._most else (low + high) // 2
@@ -223,7 +233,8 @@ class _Search:
             return None
         made = self._fastest(self.recorded(low))
         if made is None and self._traced is not self.recorded:
-            return _Search(self.recorded, self.recorded, self._limit_bytes, self._policy, self._most).largest(known)
+            again = (self._limit_bytes, self._policy, self._most, self._most_time)
+            return _Search(self.recorded, self.recorded, *again).largest(known)
         return None if made is None else (low, made)
 
     def _floor_bytes(self, size: int) -> int:
@@ -246,7 +257,9 @@ class _Search:
         return None
 
     def _holds(self, timeline: Timeline) -> bool:
-        """Whether the budget holds a plan's tensors, and on a GPU CUDA's allocator serves them within it."""
+        """Whether the budget holds a plan's tensors, and on a GPU CUDA's allocator serves them within it, in time."""
+        if timeline.seconds > self._most_time * timeline.trace.seconds:
+            return False
         if timeline.trace.device != "cuda" or timeline.peak_bytes > self._limit_bytes:
             return timeline.peak_bytes <= self._limit_bytes
         expandable = expandable_segments()
@@ -289,7 +302,7 @@ def _n_equal(names: Sequence[str], others: Sequence[str]) -> int:
 
 
 def _not_even_one(
-    sample: Prepared, limit_bytes: int, policy: str | Policy | Choose, asked: str
+    sample: Prepared, limit_bytes: int, policy: str | Policy | Choose, asked: str, most_time: float
 ) -> InfeasibleBudgetError:
     """The planner's own error for one sample, which names the budget that it takes."""
     problem = f"Not even one sample fits the budget of {asked}"
@@ -297,6 +310,13 @@ def _not_even_one(
         made = plan(sample, limit_bytes, policy)
     except InfeasibleBudgetError as error:
         return InfeasibleBudgetError(f"{problem}. {error.problem}", error.hint, least_peak_bytes=error.least_peak_bytes)
+    slowdown = made.seconds / sample.trace.seconds if sample.trace.seconds else 1.0
+    if slowdown > most_time:
+        return InfeasibleBudgetError(
+            f"{problem} in {most_time:g} of the time of a plain step: its plan takes {slowdown:.2f}",
+            f"Allow more by max_slowdown={1.05 * slowdown:.2f}.",
+            least_peak_bytes=made.peak_bytes,
+        )
     reserved = made.reserved.expandable_bytes if expandable_segments() else made.reserved.reserved_bytes
     return InfeasibleBudgetError(
         f"{problem}: its tensors take {format_bytes(made.peak_bytes)}, for which CUDA's allocator reserves "

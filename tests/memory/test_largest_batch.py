@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ctdr_lightning.basics.errors import InfeasibleBudgetError
+from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError
 from ctdr_lightning.memory import plan, record, record_fake, simulate
 from ctdr_lightning.memory.allocator.reserved import runs_within
 from ctdr_lightning.memory.largest_batch import SHARE, largest, max_batch
@@ -156,3 +156,34 @@ def test_sizes_that_no_known_batch_tells_of_are_recorded(net):
     assert max(plain) * (1 - SHARE) <= found.plain_size <= max(plain)
     with pytest.raises(InfeasibleBudgetError):
         plan(record_fake(net, inputs(1 + round(found.size * (1 + SHARE))), kinked), budget)
+
+
+def test_the_largest_batch_in_so_much_time():
+    """Where a plan may take any time the batch is larger, and where it may take none it is the plain one."""
+    deep = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Conv1d(16, 16, 3, padding=1), nn.Tanh())))
+
+    def sample(size):
+        return torch.empty(size, 16, 4096)
+
+    found = [max_batch(deep, sample, loss, "256MiB", device="a100", max_slowdown=times) for times in (1.0, 1.2, None)]
+    assert found[0].size == found[0].plain_size < found[1].size < found[2].size
+    for each, most in zip(found, (1.0, 1.2), strict=False):
+        assert each.plan.seconds <= most * each.plan.trace.seconds
+    assert found[2].plan.seconds > 1.2 * found[2].plan.trace.seconds
+
+
+def test_a_sample_that_takes_too_long_is_refused_with_the_time_that_it_takes():
+    torch.manual_seed(0)
+    deep = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Conv1d(4, 4, 3, padding=1), nn.Tanh())))
+
+    def step(net, x):
+        return net(x).square().mean()
+
+    def sample(size):
+        return torch.empty(size, 4, 4096)
+
+    plain = simulate(record_fake(deep, sample(1), step)).peak_bytes
+    with pytest.raises(InfeasibleBudgetError, match=r"in 1 of the time of a plain step.*\n.*max_slowdown=1\.\d"):
+        max_batch(deep, sample, step, int(0.6 * plain), max_slowdown=1.0)
+    with pytest.raises(ConfigError, match="max_slowdown must be a number, at least 1"):
+        max_batch(deep, sample, step, plain, max_slowdown=0.5)

@@ -87,7 +87,9 @@ def test_the_peak_is_the_highest_that_was_measured_not_a_small_last_batchs(tmp_p
     callback = CTDRCallback(rank=0.5, memory_budget="1GiB", verbose=False)
     parts.fit(parts.blobs(), callback, max_epochs=2, logger=CSVLogger(tmp_path), data=parts.loaders(24))
     text = (tmp_path / "lightning_logs" / "version_0" / "ctdr" / "summary.txt").read_text()
-    predicted, measured = re.search(r"Peak of a step: .* without a plan, (.*) predicted, (.*) of tensors measured", text).groups()
+    predicted, measured = re.search(
+        r"Peak of a step: .* without a plan, (.*) predicted, (.*) of tensors measured", text
+    ).groups()
     assert parse_bytes(measured) > 0.9 * parse_bytes(predicted)
 
 
