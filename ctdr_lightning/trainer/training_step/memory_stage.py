@@ -57,6 +57,7 @@ class MemoryStage:
         self._last_plan: Plan | None = None
         self._collected = False
         self._stale_bytes = 0
+        self._coming: Hashable = None
         self._tiles: Mapping[str, int] = {}
         self.last_backend: CompileBackend | None = None
         self._compiled_beside: Hashable = None
@@ -230,14 +231,30 @@ class MemoryStage:
         self.planner.inputs = inputs if self.session is None or self.session.plan_of(kind) is None else None
         if not later:
             self._look_at_allocator(trainer.strategy.root_device, gradients + batch)
-        self.plan_due(kind)  # its forward decides: a plan made after the question may keep more than the last one
-        if gradients and fresh and not self.beside.kept_bytes and self._needs(gradients, kind):
-            self.note(events.GradientsFreed(gradients))
-            for optimizer in trainer.optimizers:
-                optimizer.zero_grad(set_to_none=True)
-            gradients = local_bytes(_gradients(module))
+        self._coming = kind if fresh else None
+        self.make_room()
+        gradients = local_bytes(_gradients(module))
         self._stale_bytes = gradients if fresh else 0
         return gradients + batch, gradients > 0 and not fresh
+
+    def make_room(self) -> bool:
+        """Free the last step's gradients where the plan of the coming step needs their bytes. Returns whether it did.
+
+        To be asked again where the step is planned anew before its forward: the new plan may keep more.
+        """
+        module, kind = self._module, self._coming
+        if module is None or kind is None or self.beside.kept_bytes:
+            return False
+        self.plan_due(kind)
+        gradients = local_bytes(_gradients(module))
+        if not gradients or not self._needs(gradients, kind):
+            return False
+        self.note(events.GradientsFreed(gradients))
+        trainer: Any = module.trainer
+        for optimizer in trainer.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        self._stale_bytes = local_bytes(_gradients(module))
+        return True
 
     def _look_at_allocator(self, device: torch.device, beside_bytes: int) -> None:
         """Plan again where a GPU's allocator holds more than is known."""
@@ -252,10 +269,12 @@ class MemoryStage:
             self.beside.held_bytes += found
             self._set_static([])
 
-    def copies(self, n_bytes: int) -> None:
-        """Plan for the copies for a retry, which remain until the step's backward is over."""
-        if self.session is not None and self.beside.copies(n_bytes):
+    def copies(self, n_bytes: int) -> bool:
+        """Plan for the copies for a retry, which remain until the step's backward is over. Returns whether anew."""
+        more = self.session is not None and self.beside.copies(n_bytes)
+        if more:
             self._replan()
+        return more
 
     def _needs(self, gradient_bytes: int, kind: Hashable) -> bool:
         """Whether this step's forward with the last step's gradients would take more than its plan allows."""

@@ -135,7 +135,8 @@ class Retry(Layer):
 
     def _once(self, step: Step) -> Any:
         assert self._snapshot is not None
-        self._memory.copies(self._snapshot.copied_bytes)
+        if self._memory.copies(self._snapshot.copied_bytes) and self._memory.make_room():
+            self._snapshot.forget_gradients()
         return self._rest.forward(replace(step, copies=tuple(self._snapshot.copies)))
 
     def backward(self, loss: Tensor, rest: Backward) -> None:
