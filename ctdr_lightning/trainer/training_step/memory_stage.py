@@ -232,8 +232,8 @@ class MemoryStage:
         if not later:
             self._look_at_allocator(trainer.strategy.root_device, gradients + batch)
         self._coming = kind if fresh else None
-        self.make_room()
-        gradients = local_bytes(_gradients(module))
+        if self.make_room():
+            gradients = local_bytes(_gradients(module))
         self._stale_bytes = gradients if fresh else 0
         return gradients + batch, gradients > 0 and not fresh
 
