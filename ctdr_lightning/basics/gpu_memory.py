@@ -23,17 +23,19 @@ class Counts:
         allocated_peak: The most that were in use since the last reset.
         reserved: Taken from the device now.
         reserved_peak: The most that were taken since the last reset.
+        requested: Of those in use the bytes that were asked for: a block may be up to a MiB larger than its tensor.
     """
 
     allocated: int = 0
     allocated_peak: int = 0
     reserved: int = 0
     reserved_peak: int = 0
+    requested: int = 0
 
     def highest(self, other: Counts) -> Counts:
         """The same with the higher peaks of both."""
         peaks = (max(self.allocated_peak, other.allocated_peak), max(self.reserved_peak, other.reserved_peak))
-        return Counts(self.allocated, peaks[0], self.reserved, peaks[1])
+        return Counts(self.allocated, peaks[0], self.reserved, peaks[1], self.requested)
 
 
 _before: dict[int, Counts] = {}  # by the device's index: peaks that a reset of `watch_peak` has ended
@@ -48,8 +50,8 @@ def counts(device: torch.device | None = None) -> Counts:
     found = torch.cuda.memory_stats_as_nested_dict(device)
     if not found:
         return Counts()
-    used, taken = found["allocated_bytes"]["all"], found["reserved_bytes"]["all"]
-    return Counts(used["current"], used["peak"], taken["current"], taken["peak"])
+    used, taken, asked = (found[f"{kind}_bytes"]["all"] for kind in ("allocated", "reserved", "requested"))
+    return Counts(used["current"], used["peak"], taken["current"], taken["peak"], asked["current"])
 
 
 def watch_peak(device: torch.device | None = None) -> Counts:
@@ -83,6 +85,20 @@ def begin_interval(device: torch.device | None = None) -> None:
     torch.cuda.reset_peak_memory_stats(device)
 
 
+def left_bytes(device: torch.device) -> int:
+    """Bytes that PyTorch can still allocate: what is free on the card and in its own cache, as far as it may go.
+
+    ``torch.cuda.mem_get_info`` alone counts neither the cache, which holds the card after a step that ran out of
+    memory, nor the share of the card that ``torch.cuda.set_per_process_memory_fraction`` allows.
+
+    Args:
+        device: A GPU.
+    """
+    now, (free, total) = counts(device), torch.cuda.mem_get_info(device)
+    allowed = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)  # older releases have none
+    return min(free + now.reserved, int(allowed * total)) - now.allocated
+
+
 def read_budget(asked: int | float | str, device: torch.device) -> int:
     """A memory budget in bytes: of a GPU at most what its allocator can get, that is what is free and what it has.
 
@@ -96,7 +112,7 @@ def read_budget(asked: int | float | str, device: torch.device) -> int:
     if device.type != "cuda":
         return parse_bytes(asked)
     asked_bytes = parse_bytes(asked, total_bytes=torch.cuda.get_device_properties(device).total_memory)
-    most_bytes = torch.cuda.mem_get_info(device)[0] + counts(device).reserved
+    most_bytes = left_bytes(device) + counts(device).allocated
     if most_bytes < asked_bytes:
         warnings.warn(
             f"CTDR: memory_budget is {format_bytes(asked_bytes)}, but the GPU has {format_bytes(most_bytes)} for "

@@ -88,7 +88,8 @@ class BudgetFit(_Numbers):
         dense_s: Seconds of the dense step.
         seconds: Predicted seconds of the chosen step, forward and backward, the tape's own time included.
         measured_slowdown: The chosen step in dense steps, timed in turns; 0 where it could not be timed.
-        measured_peak_bytes: Peak of the chosen step as counted in a run, optimizer state included.
+        measured_peak_bytes: Peak of the chosen step as counted in a run, optimizer state included; 0 where the run had
+            no memory for it.
         considered: Every candidate, in order.
         metric: Change of the user's metric; None without one.
         leaving_out: Names of the chosen model's large linear layers, where their outputs are left out: the plan is for
@@ -150,13 +151,14 @@ class BudgetFit(_Numbers):
         what = "the dense model" if self.is_dense else f"{_counted(len(self.choices.factorized), 'layer')} factorized"
         how = "nothing recomputed" if self.plan.keeps_all else "with recomputation"
         timed = f"{self.measured_slowdown:.2f} dense steps by the clock" if self.measured_slowdown else "not timed"
+        peak = f"{format_bytes(self.measured_peak_bytes)} measured" if self.measured_peak_bytes else "not measured"
         metric = [f"In the metric: {self.metric}."] if self.metric is not None else []
         return [
             f"Chosen{budget}: {what}, {how}.",
             f"Parameters: {self.parameters_before:,} -> {self.parameters_after:,}.",
             f"Peak of a step: dense {format_bytes(self.dense_peak_bytes)}, chosen without a plan "
             f"{format_bytes(self.keep_peak_bytes)}, with it {format_bytes(self.peak_bytes)} predicted, "
-            f"{format_bytes(self.measured_peak_bytes)} measured.",
+            f"{peak}.",
             f"Time of a step: dense {format_seconds(self.dense_s)}, chosen {format_seconds(self.seconds)} predicted, "
             f"of it {format_seconds(self.plan.recompute_seconds)} recomputation; {timed}.",
             f"Expected cost: KL {self.loss:.4f} nats to the dense outputs, before any training.",

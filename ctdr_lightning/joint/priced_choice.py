@@ -37,7 +37,7 @@ class PricedChoice:
         row: Its record; the ``outcome`` is empty as long as it may be the answer.
         plan: Its plan; None where none fits.
         trial: Its factors; None for the dense model, and before they were computed.
-        measured_peak_bytes: Its peak as counted in a run; 0 before one.
+        measured_peak_bytes: Its peak as counted in a run; 0 before one, and where it ran out of memory.
     """
 
     rung: Rung

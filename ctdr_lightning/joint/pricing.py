@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ctdr_lightning.basics.errors import InfeasibleBudgetError
+from ctdr_lightning.basics.errors import InfeasibleBudgetError, ReplayError
+from ctdr_lightning.basics.gpu_memory import left_bytes
 from ctdr_lightning.decomposition.choose.choices import Choices
 from ctdr_lightning.joint.turns import RealStep, in_turns
 from ctdr_lightning.joint.twins import structure_of, unmoved
@@ -215,7 +216,10 @@ class Pricer:
             made = plan(self.dense, budget)
         except InfeasibleBudgetError:
             return _USUAL_TAPE_S
-        turns = in_turns(RealStep(self._model, forward), RealStep(self._model, forward, made))
+        try:
+            turns = in_turns(RealStep(self._model, forward), RealStep(self._model, forward, made))
+        except (torch.OutOfMemoryError, ReplayError):
+            return _USUAL_TAPE_S
         beyond_s = turns.second_s - turns.first_s - made.recompute_seconds
         return min(max(beyond_s, 0.0) / max(_n_seen(made), 1), _MOST_TAPE_S)
 
@@ -241,8 +245,9 @@ class Pricer:
     def _really(self, step: Callable[[Any, Any], Tensor], model: nn.Module) -> Trace:
         for parameter in model.parameters():
             parameter.grad = None
-        free = None if self.dense_runs else round(_SAFE_SHARE * torch.cuda.mem_get_info()[0])
-        return record(partial(step, model, self._batch), budget_bytes=free, root=model)
+        left = None if self.dense_runs else round(_SAFE_SHARE * left_bytes(next(model.parameters()).device))
+        # A GPU short of memory takes other kernels, with other bits, and nobody reads these gradients.
+        return record(partial(step, model, self._batch), budget_bytes=left, root=model, verify="never")
 
 
 def _n_seen(made: Plan) -> int:

@@ -22,9 +22,10 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
+import torch
 from torch import Tensor, nn
 
-from ctdr_lightning.basics.errors import InfeasibleBudgetError
+from ctdr_lightning.basics.errors import InfeasibleBudgetError, ReplayError
 from ctdr_lightning.basics.progress_bar import doing
 from ctdr_lightning.basics.units import format_bytes
 from ctdr_lightning.decomposition.choose.choices import Choices
@@ -311,7 +312,12 @@ class JointSearch:
         self._note()
         model = self._model if found.trial is None else twin_with(self._model, found.trial.layers)
         with unmoved(self._model):  # which later candidates are judged by
-            return self._clocked(found, model)
+            try:
+                return self._clocked(found, model)
+            except (torch.OutOfMemoryError, ReplayError):
+                # The plan's bytes fit, but not in the allocator's pieces, or a GPU short of memory took a kernel with
+                # other bits. Training plans such a step again.
+                return found
 
     def _clocked(self, found: PricedChoice, model: nn.Module) -> PricedChoice:
         forward = partial(self._forward, model)

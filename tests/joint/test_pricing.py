@@ -108,3 +108,25 @@ def test_long_steps_that_ran_before_are_timed_in_one_pair():
     turns = in_turns(*steps, once=True)
     assert runs == ["a", "b"]
     assert turns.ratio == turns.second_s / turns.first_s
+
+
+def test_a_dense_step_without_memory_is_recorded_within_what_is_left(monkeypatch):
+    recorded, asked = pricing.record, []
+
+    def out_of_memory(_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def record(step, **options):
+        asked.append(options)
+        return recorded(step, **options)
+
+    net, batch, plain = priced()
+    least = Simulator(plain.dense).peak_bytes - plain.dense.resident_bytes
+    monkeypatch.setattr(pricing.RealStep, "seconds", out_of_memory)
+    monkeypatch.setattr(pricing, "left_bytes", lambda device: least)
+    monkeypatch.setattr(pricing, "record", record)
+    pricer = Pricer(net, parts.step, batch, standing(states(2.0), 0))
+    assert not pricer.dense_runs
+    assert [op.name for op in pricer.dense.ops] == [op.name for op in plain.dense.ops]
+    # A GPU short of memory takes kernels with other bits: nobody reads these gradients, so nothing is verified.
+    assert {(options["budget_bytes"], options["verify"]) for options in asked} == {(round(0.8 * least), "never")}

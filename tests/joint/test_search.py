@@ -1,8 +1,10 @@
 """The order in which candidates are looked at and tried."""
 
 import pytest
+import torch
 
 from ctdr_lightning import fit_to_budget
+from ctdr_lightning.basics.errors import ReplayError
 from ctdr_lightning.decomposition.trials.bench import Bench
 from ctdr_lightning.joint import pricing, search
 from ctdr_lightning.joint.considered import Considered
@@ -33,3 +35,16 @@ def test_without_a_budget_few_candidates_are_tried(monkeypatch, max_loss):
     assert fit.loss <= max_loss
     assert fit.is_dense == (max_loss < 1e-6)
     assert len(tried) <= 2 + 2 * 2 * 6  # four ways once, then two; six shares a ladder at most
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), ReplayError("Other bits.", "Hold.")])
+def test_a_plan_whose_run_ends_in_an_error_that_training_mends_is_chosen_unmeasured(monkeypatch, error):
+    def ends(_):
+        raise error
+
+    monkeypatch.setattr(search.RealStep, "watched", ends)
+    fit = fit_to_budget(parts.network(), parts.step, parts.batches(), "1GiB", progress=False)
+    assert fit.is_dense
+    assert (fit.measured_peak_bytes, fit.measured_slowdown) == (0, 0.0)
+    assert "predicted, not measured." in str(fit)
+    assert "not timed" in str(fit)

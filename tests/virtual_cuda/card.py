@@ -28,7 +28,7 @@ class Card:
     def __init__(self, base_bytes=0, live=None, total_bytes=80 << 30, elsewhere_bytes=0):
         self.base_bytes, self.live, self.own_bytes = base_bytes, live, 0
         self.total_bytes, self.elsewhere_bytes = total_bytes, elsewhere_bytes
-        self.peak_bytes = base_bytes
+        self.peak_bytes, self.slack_bytes = base_bytes, 0  # the slack: of blocks larger than their tensors
         self.host_s = self.device_s = 0.0
 
     def install(self, monkeypatch):
@@ -42,6 +42,7 @@ class Card:
             "memory_stats_as_nested_dict": lambda device=None: self.stats(),
             "memory_stats": refused,
             "reset_peak_memory_stats": lambda device=None: self.reset(),
+            "get_per_process_memory_fraction": lambda device=None: 1.0,
             "mem_get_info": lambda device=None: (
                 self.total_bytes - self.elsewhere_bytes - self.now_bytes,
                 self.total_bytes,
@@ -73,7 +74,10 @@ class Card:
 
     def stats(self):
         found = {"current": self.now_bytes, "peak": max(self.peak_bytes, self.now_bytes)}
-        return {"allocated_bytes": {"all": found}, "reserved_bytes": {"all": found}}
+        requested = {"current": self.now_bytes - self.slack_bytes}
+        return {
+            "allocated_bytes": {"all": found}, "reserved_bytes": {"all": found}, "requested_bytes": {"all": requested},
+        }  # fmt: skip
 
     # Time
 

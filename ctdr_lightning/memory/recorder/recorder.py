@@ -281,6 +281,7 @@ def record(
     device: DeviceModel | CallSeconds | str | None = None,
     standing: Iterable[Tensor] = (),
     root: nn.Module | None = None,
+    verify: str = "first",
 ) -> Trace:
     """Run a step once, forward and backward, and record it.
 
@@ -293,6 +294,7 @@ def record(
         device: Device whose speed fake tensors are given: a model, or a name from the table (``"h100"``).
         standing: Weights and buffers that count in the peak even where the step does not read them.
         root: The module that module paths start from; None is each module that the step itself calls.
+        verify: As for a `Tape`, of values that are evicted; ``"never"`` where the gradients are of no use.
 
     Returns:
         The trace.
@@ -303,7 +305,7 @@ def record(
     """
     model = device_model(device) if isinstance(device, str) else device
     evictor = Evictor(budget_bytes) if budget_bytes is not None else None
-    recorder = Recorder(model, evictor, root=root, standing=standing)
+    recorder = Recorder(model, evictor, root=root, standing=standing, verify=verify)
     with recorder:
         loss = step()
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:

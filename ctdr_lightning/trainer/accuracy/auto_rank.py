@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ctdr_lightning.basics.errors import ConfigError, CTDRError, first_line
+from ctdr_lightning.basics.errors import ConfigError, CTDRError, ReplayError, first_line
 from ctdr_lightning.decomposition import Report
 from ctdr_lightning.joint.budget_fit import BudgetFit
 from ctdr_lightning.joint.for_budget import fit_to_budget
@@ -64,9 +64,9 @@ class AutoRank(TrainingData):
         try:
             with isolated():
                 return self._on_a_copy(module, options, change)
-        except CTDRError:
-            raise
         except Exception as error:
+            if isinstance(error, CTDRError) and not isinstance(error, ReplayError):
+                raise
             raise ConfigError(
                 f"a choice of ranks runs training steps on a copy, which cannot be done ({first_line(error)}).", _HINT
             ) from error

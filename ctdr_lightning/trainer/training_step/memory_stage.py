@@ -56,7 +56,7 @@ class MemoryStage:
         self.budget_bytes: int | None = None
         self._last_plan: Plan | None = None
         self._collected = False
-        self._stale_bytes = 0
+        self._stale_bytes = self._unplanned_bytes = 0
         self._coming: Hashable = None
         self._tiles: Mapping[str, int] = {}
         self.last_backend: CompileBackend | None = None
@@ -183,6 +183,7 @@ class MemoryStage:
 
     def _replan(self) -> None:
         assert self.session is not None
+        self._unplanned_bytes = 0
         self.session.outdate()
         self.plan_due()
 
@@ -257,17 +258,23 @@ class MemoryStage:
         return True
 
     def _look_at_allocator(self, device: torch.device, beside_bytes: int) -> None:
-        """Plan again where a GPU's allocator holds more than is known."""
+        """Plan again where a GPU's allocator holds so much more than is known that a plan breaks the budget."""
         if self.session is None or self.planner.budget_bytes is None or device.type != "cuda":
             return
-        found = self.beside.unexplained_bytes(counts(device).allocated - beside_bytes)
+        found = self.beside.unexplained_bytes(counts(device).requested - beside_bytes)
         if found and not self._collected:
             self._collected = True
             gc.collect()  # what is left of the copies that ranks were chosen on sits in cycles
-            found = self.beside.unexplained_bytes(counts(device).allocated - beside_bytes)
-        if found:
-            self.beside.held_bytes += found
+            found = self.beside.unexplained_bytes(counts(device).requested - beside_bytes)
+        if not found:
+            return
+        self.beside.held_bytes += found
+        self._unplanned_bytes += found
+        # A plan takes up to half a minute, so that a few bytes more a step, as of a list of losses, must not cost one.
+        if any(plan.peak_bytes + self._unplanned_bytes > self.planner.budget_bytes for plan in self.session.plans):
             self._set_static([])
+        elif self._module is not None:
+            self.session.static_bytes = self.beside.static_bytes(self._module)
 
     def copies(self, n_bytes: int) -> bool:
         """Plan for the copies for a retry, which remain until the step's backward is over. Returns whether anew."""

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from ctdr_lightning import CTDRCallback, plan, restore
-from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError
+from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError, ReplayError
 from ctdr_lightning.decomposition import FactorizedLayer
 from ctdr_lightning.joint import for_budget, pricing, search
 from ctdr_lightning.joint.turns import Turns
@@ -235,8 +235,16 @@ def with_a_closure(chosen):
     chosen.configure_optimizers = lambda: torch.optim.LBFGS(chosen.parameters(), max_iter=2)
 
 
+def with_kernels_of_other_bits(chosen):
+    def never_the_same(_):
+        raise ReplayError("A tensor came back with other contents.", "Hold it.")
+
+    chosen.on_fit_start = lambda: vars(chosen).pop("training_step")
+    chosen.training_step = never_the_same
+
+
 @pytest.mark.parametrize("verbose", [True, False])
-@pytest.mark.parametrize("change", [by_hand, with_a_closure])
+@pytest.mark.parametrize("change", [by_hand, with_a_closure, with_kernels_of_other_bits])
 def test_where_no_choice_can_be_made_layers_stay_dense_and_training_goes_on(change, verbose, caplog):
     chosen, made = module(), callback(ROOM, verbose=verbose)
     change(chosen)

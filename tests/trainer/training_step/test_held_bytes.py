@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ctdr_lightning.basics.gpu_memory import read_budget
+from ctdr_lightning.basics.gpu_memory import left_bytes, read_budget
 from ctdr_lightning.basics.units import GIB, MIB
 from ctdr_lightning.memory import record
 from ctdr_lightning.trainer.options import CallbackOptions
@@ -39,11 +39,19 @@ def test_it_counts_in_the_account_that_plans_are_made_for():
     assert held.rest_bytes == before.rest_bytes + 40 * MIB
 
 
+def looking(monkeypatch, peak_bytes):
+    """A stage with a budget of a GiB and one plan, and the list of its calls to plan again."""
+    stage, sets = MemoryStage(SimpleNamespace(places=None, policy="auto")), []
+    stage.session = SimpleNamespace(plans=[SimpleNamespace(peak_bytes=peak_bytes)], due=lambda kind: None)
+    stage.session.plan_with = lambda planner, kind: None
+    stage._module, stage.planner.budget_bytes = nn.Identity(), GIB
+    monkeypatch.setattr(stage, "_set_static", sets.append)
+    return stage, sets
+
+
 def test_a_step_is_planned_again_when_the_allocator_holds_more(monkeypatch):
     card = Card().install(monkeypatch)
-    stage = MemoryStage(SimpleNamespace(places=None, policy="auto"))
-    stage.session, stage.planner.budget_bytes, sets = object(), GIB, []
-    monkeypatch.setattr(stage, "_set_static", sets.append)
+    stage, sets = looking(monkeypatch, peak_bytes=GIB)
     card.allocate(8 * MIB)
     stage._look_at_allocator(CUDA, 8 * MIB)  # the batch
     stage._look_at_allocator(torch.device("cpu"), 0)
@@ -55,11 +63,33 @@ def test_a_step_is_planned_again_when_the_allocator_holds_more(monkeypatch):
     assert stage.beside.held_bytes == 64 * MIB
 
 
+def test_a_plan_with_room_for_what_is_held_in_addition_stays(monkeypatch):
+    card = Card().install(monkeypatch)
+    stage, sets = looking(monkeypatch, peak_bytes=GIB - 7 * MIB)
+    for step in range(1, 6):
+        card.allocate(2 * MIB)  # what the user's step keeps
+        stage._look_at_allocator(CUDA, 0)
+        assert len(sets) == (step > 3)
+        assert stage.beside.held_bytes == 2 * step * MIB
+        if step == 3:
+            assert stage.session.static_bytes == stage.beside.static_bytes(stage._module)
+        if step == 4:
+            stage.session.outdate = stage.session.plans.clear
+            stage._replan()  # as _set_static does
+
+
+def test_blocks_that_are_larger_than_their_tensors_hold_nothing(monkeypatch):
+    card = Card().install(monkeypatch)
+    stage, sets = looking(monkeypatch, peak_bytes=GIB)
+    card.allocate(80 * MIB)
+    card.slack_bytes = 79.5 * MIB
+    stage._look_at_allocator(CUDA, 0)
+    assert (sets, stage.beside.held_bytes) == ([], 0)
+
+
 def test_garbage_in_cycles_is_not_counted(monkeypatch):
     card = Card().install(monkeypatch)
-    stage = MemoryStage(SimpleNamespace(places=None, policy="auto"))
-    stage.session, stage.planner.budget_bytes, sets = object(), GIB, []
-    monkeypatch.setattr(stage, "_set_static", sets.append)
+    stage, sets = looking(monkeypatch, peak_bytes=GIB)
     card.allocate(64 * MIB)
     cycle = nn.Module()
     vars(cycle)["itself"] = cycle
@@ -78,3 +108,13 @@ def test_a_budget_leaves_room_for_the_context(monkeypatch):
             assert read_budget(asked, CUDA) == 15 * GIB
     assert read_budget(0.5, CUDA) == 8 * GIB
     assert read_budget("16GiB", torch.device("cpu")) == 16 * GIB
+
+
+@pytest.mark.parametrize(("share", "left"), [(1.0, 11), (0.5, 4)])
+def test_what_is_left_is_free_on_the_card_or_in_the_cache_as_far_as_the_process_may_go(monkeypatch, share, left):
+    card = Card(total_bytes=16 * GIB, elsewhere_bytes=GIB).install(monkeypatch)
+    card.allocate(4 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: share)
+    assert left_bytes(CUDA) == left * GIB
+    monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction")  # an older torch
+    assert left_bytes(CUDA) == 11 * GIB
