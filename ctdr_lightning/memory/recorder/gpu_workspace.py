@@ -23,6 +23,7 @@ from ctdr_lightning.basics.devices import DeviceModel
 from ctdr_lightning.basics.torch_private import OpOverload
 from ctdr_lightning.basics.units import format_bytes
 from ctdr_lightning.memory.values.op_traits import traits
+from ctdr_lightning.memory.values.tensors import is_channels_last
 
 MODELLED = "modelled: cuDNN turns 16-bit convolutions in NCHW around; all others are counted as 0"
 _HANDLES = 2
@@ -65,7 +66,7 @@ def convolution_workspace_bytes(gpu: DeviceModel, name: str, args: tuple[Any, ..
     if not half or (gpu.compute_capability or (0, 0)) < _TENSOR_CORES:
         return 0
     summed = _FP32_BYTES * weight.numel() if backward else 0
-    if _is_nhwc(image) or _is_nhwc(weight):
+    if is_channels_last(image) or is_channels_last(weight):
         return summed
     result_bytes = args[0].nbytes if backward else _result_bytes(image, weight, args)
     return int(summed + image.nbytes + weight.nbytes + result_bytes)
@@ -88,11 +89,6 @@ def chunked_loss_bytes(func: OpOverload, args: tuple[Any, ...]) -> int:
     item = given["acc_dtype"].itemsize
     again = 0 if given["acc_policy"] == "compact" else item * weight.numel()
     return int(chunk * (weight.shape[0] + 2) * item + rows * (item + _TARGET_AND_MASKS_BYTES) + again)
-
-
-def _is_nhwc(tensor: Tensor) -> bool:
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
-    return last is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=last)
 
 
 def _result_bytes(image: Tensor, weight: Tensor, args: tuple[Any, ...]) -> int:

@@ -90,3 +90,13 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     parts = ((t,) if type(t) in _PLAIN and t.layout is torch.strided else strided_parts(t) for t in tensors)
     storages = (part.untyped_storage() for some in parts for part in some)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def is_channels_last(tensor: Tensor) -> bool:
+    """Whether an image or a volume lies in memory with its channels last, and not also with its width last.
+
+    Args:
+        tensor: Any tensor.
+    """
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    return last is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=last)
