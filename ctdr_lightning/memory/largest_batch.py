@@ -225,7 +225,7 @@ class _Search:
             timeline = self._planned(self._traced(size), self._limit_bytes)
             before, low = low, low if timeline is None else self._reached(timeline, size, low)
             close = max(1, int(SHARE * low))
-            if timeline is not None and known < low < size and low - before < close:
+            if timeline is not None and known < low < size and low - before < close and not self._is_slow(timeline):
                 break
             high = high if low == size else size
             size = 2 * size if high > self._most else (low + high) // 2
@@ -258,12 +258,16 @@ class _Search:
 
     def _holds(self, timeline: Timeline) -> bool:
         """Whether the budget holds a plan's tensors, and on a GPU CUDA's allocator serves them within it, in time."""
-        if timeline.seconds > self._most_time * timeline.trace.seconds:
+        if self._is_slow(timeline):
             return False
         if timeline.trace.device != "cuda" or timeline.peak_bytes > self._limit_bytes:
             return timeline.peak_bytes <= self._limit_bytes
         expandable = expandable_segments()
         return runs_within(timeline.trace, timeline.actions, self._limit_bytes, expandable=expandable)
+
+    def _is_slow(self, timeline: Timeline) -> bool:
+        """Whether a plan takes too long; one of a smaller batch, which has to free less, may not."""
+        return timeline.seconds > self._most_time * timeline.trace.seconds
 
     def _fastest(self, step: Prepared) -> Plan | None:
         """The fastest plan for a batch: one of those found for others, or of a search for it; None where none holds."""
