@@ -184,8 +184,7 @@ class Pricer:
 
     def seconds(self, made: Plan) -> float:
         """Time of a step under a plan: the plan's own prediction, plus the tape's cost of seeing ops."""
-        n_seen = _n_seen(made)
-        return made.seconds + (self._tape_s_per_op * n_seen if n_seen else 0.0)
+        return made.seconds + (self._tape_s_per_op * made.n_seen if made.n_seen else 0.0)
 
     def tape_s(self, trace: Trace) -> float:
         """The most that the tape's seeing of ops costs under any plan of a step."""
@@ -221,7 +220,7 @@ class Pricer:
         except (torch.OutOfMemoryError, ReplayError):
             return _USUAL_TAPE_S
         beyond_s = turns.second_s - turns.first_s - made.recompute_seconds
-        return min(max(beyond_s, 0.0) / max(_n_seen(made), 1), _MOST_TAPE_S)
+        return min(max(beyond_s, 0.0) / max(made.n_seen, 1), _MOST_TAPE_S)
 
     def _learn(self, recorded: Trace) -> bool:
         try:
@@ -248,14 +247,6 @@ class Pricer:
         left = None if self.dense_runs else round(_SAFE_SHARE * left_bytes(next(model.parameters()).device))
         # A GPU short of memory takes other kernels, with other bits, and nobody reads these gradients.
         return record(partial(step, model, self._batch), budget_bytes=left, root=model, verify="never")
-
-
-def _n_seen(made: Plan) -> int:
-    """Number of ops of the forward that the tape sees: it sleeps in regions without work of the plan."""
-    regions = made.regions
-    if made.keeps_all or not regions.worthwhile:
-        return 0 if made.keeps_all else len(made.script)
-    return sum(regions.busy[line.region] for line in made.script)
 
 
 def _shares(trace: Trace) -> dict[tuple[Any, ...], float]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from math import inf
 from typing import Any
 
 from ctdr_lightning.basics.devices import memory_bytes_here
@@ -11,6 +13,7 @@ from ctdr_lightning.basics.units import as_given, parse_bytes
 from ctdr_lightning.memory.allocator.reserved import expandable_segments, flushes_within
 from ctdr_lightning.memory.bounds.lower_bound import sharp_bound_seconds
 from ctdr_lightning.memory.plans.plan import Plan
+from ctdr_lightning.memory.plans.quiet_forward import quieter
 from ctdr_lightning.memory.policies import POLICIES, Budget
 from ctdr_lightning.memory.policies.registry import Choose, Policy, policy_of
 from ctdr_lightning.memory.search.infeasible import infeasible
@@ -60,6 +63,10 @@ def plan(
         raise _infeasible(step, limits, chosen, made.peak_bytes, budget, made)
     if limits.peak_bytes is not None and step.trace.device == "cuda":
         made = served(step, made, limits, chosen) or made
+        if chosen.name == "auto":
+            # in the bytes of the plan that is served: more would not be
+            choose = partial(chosen, budget=replace(limits, peak_bytes=made.peak_bytes))
+            made = quieter(step, made, choose, partial(_holds, limits, _flushes(made, limits)))
     limit = limits.peak_bytes if limits.peak_bytes is not None else made.peak_bytes
     # The bound is on recomputation. A plan that puts values away can be faster; only the plain step bounds that.
     bound_s = step.trace.seconds if made.away else sharp_bound_seconds(step, limit)
@@ -90,10 +97,10 @@ def served(step: Prepared, made: Plan, limits: Budget, policy: Policy) -> Plan |
     assert limits.peak_bytes is not None
     found, room, second = made, limits.peak_bytes, None
     for _ in range(STEPS):
-        flushes = flushes_within(found.trace, found.actions, limits.peak_bytes, expandable=expandable_segments())
+        flushes = _flushes(found, limits)
         if flushes == 0:
             return replace(found, budget_bytes=limits.peak_bytes)
-        if flushes is not None:
+        if flushes < inf:
             second = second or replace(found, budget_bytes=limits.peak_bytes)
         room = int(TIGHTER * room)
         try:
@@ -101,6 +108,19 @@ def served(step: Prepared, made: Plan, limits: Budget, policy: Policy) -> Plan |
         except InfeasibleBudgetError:
             break
     return second
+
+
+def _flushes(made: Plan, limits: Budget) -> float:
+    """Times that CUDA's allocator gives its segments back in a step; infinite where that does not help."""
+    assert limits.peak_bytes is not None
+    found = flushes_within(made.trace, made.actions, limits.peak_bytes, expandable=expandable_segments())
+    return inf if found is None else found
+
+
+def _holds(limits: Budget, flushes: float, made: Plan) -> bool:
+    """Whether the tensors of a plan fit, and the allocator serves them with so few flushes."""
+    assert limits.peak_bytes is not None
+    return made.peak_bytes <= limits.peak_bytes and _flushes(made, limits) <= flushes
 
 
 def _infeasible(

@@ -41,6 +41,9 @@ from ctdr_lightning.memory.traces.trace import LEAN, Trace
 PLAN_VERSION = 6
 Option = int | float | str | bool
 _DAMAGE = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
+# Of the host, by the steps of ViT-B/16 and GPT-2 medium on an H200 (docs/data/gpu-h200.json): for an op that the tape
+# sees, and for one of the forward, of which half are views.
+_SEEN_S, _OP_S = 45e-6, 5e-6
 _ROUNDING = 1 + 1e-6  # a linear program's optimum may lie above the true one by its solver's tolerance
 
 
@@ -206,6 +209,25 @@ class Plan(MadeOnce):
         return Regions(self.script, self.trace.n_training)
 
     @cached_property
+    def n_seen(self) -> int:
+        """Number of ops of the forward that the tape sees: it sleeps in regions without work of the plan."""
+        if self.keeps_all or not self.regions.worthwhile:
+            return 0 if self.keeps_all else len(self.script)
+        return sum(self.regions.busy[line.region] for line in self.script)
+
+    @cached_property
+    def host_wait_seconds(self) -> float:
+        """Predicted time for which a GPU waits in the forward, as its host is at work for the tape.
+
+        It comes in addition to `seconds`. 0 on a processor, and in compiled graphs, which have no tape.
+        """
+        trace = self.trace
+        if trace.device != "cuda" or self.keeps_all or any(line.region < 0 for line in self.script):
+            return 0.0
+        forward_s = sum(trace.ops[op].seconds for op in trace.forward_ops)
+        return max(0.0, _SEEN_S * self.n_seen + _OP_S * len(self.script) - forward_s)
+
+    @cached_property
     def reserved(self) -> Reserved:
         """Bytes that CUDA's allocator would reserve for the repeated step, segments and fragmentation included."""
         return reserved_by(self.trace, self.timeline.actions)
@@ -225,9 +247,10 @@ class Plan(MadeOnce):
         """The plan in words: a summary, how the step is leaner than a plain one, then the decisions by size."""
         budget = f", budget {format_bytes(self.budget_bytes)}" if self.budget_bytes else ""
         gap = f", at most {self.gap:.1%} above the best possible" if self.bound_seconds else ""
+        wait = f"; {format_seconds(self.host_wait_seconds)} more for the host" if self.host_wait_seconds else ""
         head = (
             f"Policy {self.policy}: predicted peak {format_bytes(self.peak_bytes)}{budget}; predicted step "
-            f"{format_seconds(self.seconds)}, of it {format_seconds(self.recompute_seconds)} recomputation{gap}."
+            f"{format_seconds(self.seconds)}, of it {format_seconds(self.recompute_seconds)} recomputation{gap}{wait}."
         )
         order = sorted(self.decisions, key=lambda d: -d.n_bytes)
         lean = self.trace.meta.get(LEAN)

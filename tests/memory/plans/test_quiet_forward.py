@@ -1,0 +1,76 @@
+"""A GPU's plan is one whose forward the host can keep up with."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from ctdr_lightning.memory import plan, record_fake, simulate
+from ctdr_lightning.memory.plans import quiet_forward
+from ctdr_lightning.memory.plans.plan import _OP_S, _SEEN_S
+
+
+class Block(nn.Module):
+    """Many short kernels in one module, so that the tape sees all of them or none."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64, 64))
+
+    def forward(self, x):
+        y = x @ self.weight
+        for _ in range(8):
+            y = nn.functional.gelu(y) * x
+        return x + y.tanh()
+
+
+def trace(batch):
+    net, x = nn.Sequential(*(Block() for _ in range(12))), torch.empty(batch, 64, device="meta")
+    return record_fake(net, x, lambda net, x: net(x).square().mean(), device="h200")
+
+
+def budget_of(step, share):
+    return int(step.resident_bytes + share * (simulate(step).peak_bytes - step.resident_bytes))
+
+
+def total_s(made):
+    return made.seconds + made.host_wait_seconds
+
+
+def test_short_kernels_leave_the_end_of_the_forward_to_itself(monkeypatch):
+    step = trace(4096)
+    budget = budget_of(step, 0.75)
+    made = plan(step, budget)
+    monkeypatch.setattr(quiet_forward, "SHARES", ())
+    unaware = plan(step, budget)
+    assert total_s(made) < total_s(unaware)
+    assert made.n_seen < unaware.n_seen
+    assert made.peak_bytes <= budget
+    assert made.trace == step  # no value is pinned in it
+    assert "more for the host" in made.explain()
+
+
+def test_the_wait_is_the_hosts_time_beyond_the_forwards_kernels():
+    step = trace(4096)
+    made = plan(step, budget_of(step, 0.75), policy="sqrt")
+    forward_s = sum(step.ops[op].seconds for op in step.forward_ops)
+    assert made.host_wait_seconds == pytest.approx(_SEEN_S * made.n_seen + _OP_S * len(step.forward_ops) - forward_s)
+    assert plan(step).host_wait_seconds == 0  # nothing is dropped, and no op is seen
+
+
+@pytest.mark.parametrize("elsewhere", [lambda step: replace(step, device="cpu"), lambda step: without_regions(step)])
+def test_on_a_processor_and_in_a_compiled_graph_nothing_waits(elsewhere):
+    step = elsewhere(trace(4096))
+    made = plan(step, budget_of(step, 0.75))
+    assert made.host_wait_seconds == 0
+    assert "for the host" not in made.explain()
+
+
+def test_long_kernels_wait_for_nobody():
+    step = trace(2**21)
+    assert plan(step, budget_of(step, 0.75)).host_wait_seconds == 0
+
+
+def without_regions(step):
+    return replace(step, ops=tuple(replace(op, region=-1) for op in step.ops))
