@@ -46,7 +46,8 @@ def filled(document: str, root: Path = ROOT) -> str:
 
     def block(match: re.Match[str]) -> str:
         path = root / match["data"]
-        return f"{match[1]}\n{PARTS[path.stem](path.read_text(), match['part'])}\n{match[5]}"
+        made = PARTS[path.stem.partition("-")[0]]
+        return f"{match[1]}\n{made(path.read_text(), match['part'])}\n{match[5]}"
 
     return _BLOCK.sub(block, document)
 

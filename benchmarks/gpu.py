@@ -63,9 +63,9 @@ def _dense(row: Dense) -> str:
 
 
 def _planned(row: Planned) -> str:
-    mib = [n / MIB for n in (row.predicted_bytes, row.allocated_bytes, row.reserved_bytes)]
+    mib = [f"{n / MIB:,.0f}" for n in (row.predicted_bytes, row.allocated_bytes, row.reserved_bytes)]
     times = [f"x{row.predicted:.3f}", f"x{row.measured:.3f}"]
-    return " | ".join([f"{row.net}, {row.way}", f"{row.asked:.0%}", *(f"{n:,.0f}" for n in mib), *times])
+    return " | ".join([f"{row.net}, {row.precision}, {row.way}", f"{row.asked:.0%}", *mib, *times])
 
 
 def _fit(row: Fit) -> str:

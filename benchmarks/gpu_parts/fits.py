@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from benchmarks.cards import CASES, Case
 from benchmarks.gpu_parts.cases import MIXED, Words, card, emptied
 from ctdr_lightning import CTDRCallback
 from ctdr_lightning.basics.devices import DeviceModel, device_model
+from ctdr_lightning.basics.gpu_memory import begin_interval, highest
+from ctdr_lightning.command_line.planned import MOST_TIME
 from ctdr_lightning.memory import max_batch
 from ctdr_lightning.memory.holders.optimizer_bytes import optimizer_of, predict
 from ctdr_lightning.memory.recorder.gpu_workspace import cublas_bytes
@@ -65,6 +68,7 @@ class Module(LightningModule):
     def __init__(self, net: nn.Module, loss: Callable[[Any, Any], Tensor]) -> None:
         super().__init__()
         self.net, self.of = net, loss
+        self.allocated = self.reserved = 0
         self.losses: list[Tensor] = []
         self.at_s: list[float] = []
 
@@ -75,6 +79,12 @@ class Module(LightningModule):
         loss = self.of(self.net, batch[0])
         self.losses.append(loss.detach())
         return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Note the peaks: the callback sets torch's own back at the end."""
+        found = highest()
+        self.allocated = max(self.allocated, found.allocated_peak)
+        self.reserved = max(self.reserved, found.reserved_peak)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Adam."""
@@ -148,7 +158,7 @@ def foretell(small: bool = False) -> Iterator[Foretold]:
         start = perf_counter()
         found = max_batch(
             net, case.inputs, case.step, _limit_bytes(gpu) - cublas_bytes(gpu), optimizer=adam, device=gpu,
-            precision=MIXED, progress=False,
+            precision=MIXED, progress=False, max_slowdown=MOST_TIME,
         )  # fmt: skip
         yield Foretold(name, gpu.name, found.plain_size, found.size, perf_counter() - start)
 
@@ -156,11 +166,13 @@ def foretell(small: bool = False) -> Iterator[Foretold]:
 def _of(name: str) -> Iterator[Fit]:
     plain, most = _foretold(name)
     limit = _limit_bytes(_here())
+    above = int(1.3 * plain)
+    yield _run(name, "memory_budget, rank=None", most, True, memory_budget=limit, rank=None)
+    yield _run(name, "memory_budget", above, False, memory_budget=limit)
+    yield _run(name, "memory_budget, rank=None", above, False, memory_budget=limit, rank=None)
     yield _run(name, "no callback", int(0.97 * plain), True)
     yield _run(name, "no callback", int(1.08 * plain), False)
-    for batch, foretold in ((int(1.3 * plain), False), (most, True)):
-        yield _run(name, "memory_budget", batch, foretold, memory_budget=limit, rank=None)
-    yield _run(name, "no callback, no cap", int(1.3 * plain), False)
+    yield _run(name, "no callback, no cap", above, False)
 
 
 def _run(name: str, way: str, batch: int, foretold: bool, **options: Any) -> Fit:
@@ -173,7 +185,7 @@ def _run(name: str, way: str, batch: int, foretold: bool, **options: Any) -> Fit
     data = data.normal_() if data.is_floating_point() else data.random_(VOCABULARY)
     callbacks = [CTDRCallback(verbose=False, **options)] if options else []
     emptied()
-    torch.cuda.reset_peak_memory_stats()
+    begin_interval()
     trainer = Trainer(
         accelerator="gpu", devices=1, precision=MIXED, max_steps=STEPS, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, callbacks=callbacks,
@@ -185,13 +197,14 @@ def _run(name: str, way: str, batch: int, foretold: bool, **options: Any) -> Fit
             trainer.fit(module, DataLoader([[data]] * STEPS, batch_size=None), ckpt_path=None)
         except Exception as error:
             ended, said = False, [f"{type(error).__name__}: {error}"]
+            traceback.print_exc()
+    module.on_train_batch_end()  # a step that failed has had no end
     said += [str(w.message) for w in caught if "CTDR" in str(w.message)]
-    found = torch.cuda.memory_stats()
     times = sorted(b - a for a, b in zip(module.at_s[-5:], module.at_s[-4:], strict=False))
     row = Fit(
         name, way, CAP_GIB, batch, foretold, ended, float(module.losses[-1]) if module.losses else 0.0,
-        times[len(times) // 2] if times else 0.0, found["allocated_bytes.all.peak"] / 2**30,
-        found["reserved_bytes.all.peak"] / 2**30, " | ".join(said),
+        times[len(times) // 2] if times else 0.0, module.allocated / 2**30,
+        module.reserved / 2**30, " | ".join(said),
     )  # fmt: skip
     del module, trainer, data, callbacks
     torch.cuda.set_per_process_memory_fraction(1.0)

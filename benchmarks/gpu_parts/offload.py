@@ -110,9 +110,9 @@ def _run(
         run = guided(case.step, made, holders=holders)
         differing, _ = differences(outcome(case, run), want)
         found = cost(case.net, run)
-        pinned = holders.most_pinned_bytes
+        pinned, away = holders.most_pinned_bytes, sum(most_away_bytes([made]).values())
         return Moved(
-            row.net, row.way, row.asked, most_away_bytes(made), pinned, made.peak_bytes, found.allocated_bytes,
+            row.net, row.way, row.asked, away, pinned, made.peak_bytes, found.allocated_bytes,
             made.seconds / made.trace.seconds, found.seconds / plain.seconds, differing,
         )  # fmt: skip
     finally:

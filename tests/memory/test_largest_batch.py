@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError
-from ctdr_lightning.memory import plan, record, record_fake, simulate
+from ctdr_lightning.memory import largest_batch, plan, record, record_fake, simulate
 from ctdr_lightning.memory.allocator.reserved import runs_within
 from ctdr_lightning.memory.largest_batch import SHARE, largest, max_batch
 from ctdr_lightning.memory.policies import POLICIES
@@ -104,6 +104,27 @@ def test_on_a_gpu_it_is_the_batch_that_the_allocator_holds():
     assert plain.reserved.reserved_bytes <= budget
     assert not runs_within(by_tensors.plan.trace, by_tensors.plan.actions, budget)
     assert on_gpu.plain_size <= on_gpu.size < by_tensors.size
+
+
+def test_on_a_gpu_plans_are_made_with_room_for_the_allocators_pieces(monkeypatch):
+    torch.manual_seed(0)
+    layers = [
+        nn.Sequential(
+            nn.Conv2d(8 * 2 ** (i // 2), 8 * 2 ** ((i + 1) // 2), 3, padding=1, stride=1 + i % 2),
+            nn.BatchNorm2d(8 * 2 ** ((i + 1) // 2)),
+            nn.ReLU(),
+        )
+        for i in range(8)
+    ]
+    halving = nn.Sequential(*layers)
+
+    def found():
+        return max_batch(halving, lambda n: torch.empty(n, 8, 64, 64), loss, "200MiB", device="a100", progress=False)
+
+    with_room = found()
+    assert runs_within(with_room.plan.trace, with_room.plan.actions, 200 << 20)
+    monkeypatch.setattr(largest_batch._Search, "_in_pieces", lambda self, size, known: known)
+    assert with_room.size > found().size >= with_room.plain_size
 
 
 def test_one_sample_that_the_allocator_does_not_hold_names_what_it_reserves(net):
