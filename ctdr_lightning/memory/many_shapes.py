@@ -3,8 +3,9 @@
 Batches of 60 sequence lengths are 60 kinds of steps. Their traces have one structure, so that the actions of one carry
 over to another by the order of the ops. The simulator judges them on the new sizes; they are taken where they fit and
 are within 2 % of the new step's own lower bound. They are polished where they are not, and the bound is raised where
-that is too little. Only where that fails too is the step planned by itself. Plans that put values away are below that
-bound: they are taken where they fit and are as far above the plain step as the first, to 1 %.
+that is too little. Only where that fails too, or where CUDA's allocator would not serve the result, is the step planned
+by itself. Plans that put values away are below that bound: they are taken where they fit and are as far above the plain
+step as the first, to 1 %.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
+from ctdr_lightning.memory.allocator.reserved import expandable_segments, runs_within
 from ctdr_lightning.memory.bounds.lower_bound import lower_bound_seconds
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.search.fastest import Fastest
@@ -85,12 +87,14 @@ class ManyShapes:
         """
         step = prepared(step)
         if step.plain_peak_bytes <= limit_bytes:
-            self.counts["plain"] += 1
-            return Plan(self._policy, simulate(step), limit_bytes, step.trace.seconds)
+            plain = Plan(self._policy, simulate(step), limit_bytes, step.trace.seconds)
+            if _is_served(plain, limit_bytes):
+                self.counts["plain"] += 1
+                return plain
         structure = structure_of(step.trace)
         nearest = self._nearest(structure, step.plain_peak_bytes)
         made = None if nearest is None else self._adapted(step, limit_bytes, nearest)
-        if made is None:
+        if made is None or not _is_served(made, limit_bytes):
             made = self._planner(step, limit_bytes)
             self.counts["searched"] += 1
         self._remember(_Known(structure, step.plain_peak_bytes, made.actions, made.gap))
@@ -129,6 +133,13 @@ class ManyShapes:
         self._known[known.structure, known.plain_peak_bytes] = known
         while len(self._known) > MOST_REMEMBERED:
             self._known.popitem(last=False)
+
+
+def _is_served(made: Plan, limit_bytes: int) -> bool:
+    """Whether CUDA's allocator serves the tensors of a plan that fit; a search makes room for its pieces otherwise."""
+    if made.trace.device != "cuda":
+        return True
+    return runs_within(made.trace, made.actions, limit_bytes, expandable=expandable_segments())
 
 
 def _distance(known_bytes: int, wanted_bytes: int) -> float:

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from benchmarks.nets import Attention
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.memory import plan, record_fake, simulate
+from ctdr_lightning.memory.allocator.reserved import runs_within
 from ctdr_lightning.memory.codecs import CODECS
 from ctdr_lightning.memory.many_shapes import MOST_REMEMBERED, ManyShapes
 from ctdr_lightning.memory.search.transfer import structure_of
@@ -21,7 +23,8 @@ LENGTHS = (96, 90, 64, 128, 127, 48, 16)
 
 
 def traced(tokens, batch=4):
-    return record_fake(NET, torch.randn(batch, tokens, 32), lambda net, x: net(x).sum(), device="a100")
+    found = record_fake(NET, torch.randn(batch, tokens, 32), lambda net, x: net(x).sum(), device="a100")
+    return replace(found, device="cpu")  # so few bytes are less than a GPU's allocator takes at once
 
 
 def limit_of(trace, share):
@@ -88,3 +91,17 @@ def test_it_remembers_few_plans_and_no_trace():
     gc.collect()
     assert [ref() for ref in gone] == [None] * len(gone)
     assert shapes.n_remembered == MOST_REMEMBERED
+
+
+@pytest.mark.parametrize("tokens", [(20480,), (20480, 20000)], ids=["plain", "carried over"])
+def test_on_a_gpu_a_plan_is_one_that_the_allocator_serves(tokens):
+    """The tensors of the plain step fit, or those of a carried plan, but not with the pieces between them."""
+    net = torch.nn.Sequential(*(layer for _ in range(6) for layer in (torch.nn.Linear(512, 512), torch.nn.Tanh())))
+    traces = [record_fake(net, torch.empty(n, 512), lambda net, x: net(x).sum(), device="a100") for n in tokens]
+    shapes = ManyShapes(lambda trace, limit: plan(trace, limit))
+    for trace in traces:
+        limit = simulate(trace).peak_bytes if len(tokens) == 1 else limit_of(trace, 0.8)
+        made = shapes(trace, limit)
+        assert runs_within(made.trace, made.actions, limit)
+    assert not runs_within(traces[0], None, simulate(traces[0]).peak_bytes)
+    assert shapes.counts["plain"] == 0
