@@ -1,22 +1,21 @@
 """Limits of a GPU's kernels other than its memory and its arithmetic.
 
 Some kernels are far slower than a roofline: their threads are few, or each element takes as long in 16 bits as in 32.
-The rates below are those of an H200 under torch 2.11 (``docs/data/gpu.json``), rounded, over ResNet-50, ViT-B/16, GPT-2
-medium and a U-Net. They hold for a card of any memory, whose own bandwidth is the limit where it is the lower one: on
-an H100 the steps of ResNet-50 took the same time.
+The rates below are those of an H200 under torch 2.11 (``docs/data/gpu-h200.json``), rounded, over ResNet-50, ViT-B/16,
+GPT-2 medium and a U-Net in NCHW. They hold for a card of any memory, whose own bandwidth is the limit where it is the
+lower one: on an H100 the step of ResNet-50 took 1.09 times as long.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ctdr_lightning.basics.devices import DeviceModel
 from ctdr_lightning.memory.values.tensors import is_channels_last, tensors_in
 
-# Elements of the largest tensor a second.
+# Elements of the largest tensor a second, of images in NCHW.
 _ELEMENTS_PER_S = {
     "aten.native_batch_norm.default": 110e9,  # one block of threads a channel
     "aten.native_batch_norm_backward.default": 70e9,
@@ -32,7 +31,8 @@ _ELEMENTS_PER_S = {
 _COPIES = {"aten.clone.default", "aten._to_copy.default", "aten.copy_.default", "aten.stack.default"}
 _STRIDED_PER_S = 270e9
 _PRODUCTS = {"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"}
-# Tensor cores take 8 elements of 16 bits at once: a vocabulary of 50,257 words has a fifth of the rate.
+# Tensor cores take 8 elements of 16 bits at once, so that rows must begin at multiples of 8: logits of 50,257 words are
+# made at a fifth of the rate.
 _ALIGNED, _UNALIGNED_SHARE = 8, 0.2
 _CONVOLUTION_SHARE = 0.55  # of the arithmetic of a large matrix product
 _CONVOLUTIONS = {"aten.convolution.default", "aten.convolution_backward.default"}
@@ -59,26 +59,34 @@ def least_seconds(name: str, args: tuple[Any, ...], outs: list[Tensor]) -> float
         given = list(tensors_in(args))
         strided = any(not t.is_contiguous() for t in (*given, *outs))
         return sum(t.numel() for t in given) / _STRIDED_PER_S if strided else 0.0
-    if name not in _ELEMENTS_PER_S:
+    known = (*tensors_in(args), *outs)
+    if name not in _ELEMENTS_PER_S or any(map(is_channels_last, known)):
         return 0.0
-    return max(t.numel() for t in (*tensors_in(args), *outs)) / _ELEMENTS_PER_S[name]
+    return max(t.numel() for t in known) / _ELEMENTS_PER_S[name]
 
 
-def share_of_rate(gpu: DeviceModel, name: str, args: tuple[Any, ...], dtype: torch.dtype) -> float:
+def share_of_rate(gpu: DeviceModel, name: str, args: tuple[Any, ...], outs: list[Tensor]) -> float:
     """Share of a GPU's arithmetic that a product or a convolution reaches on tensor cores.
 
     Args:
         gpu: Model of the card.
         name: Name of the op.
         args: The call's arguments.
-        dtype: Of its result.
+        outs: Its results.
     """
+    half = all(t.dtype.itemsize == 2 for t in outs)
     if name in _CONVOLUTIONS:
-        return _CONVOLUTION_SHARE if dtype.itemsize == 2 or gpu.flops_tf32_per_s else 1.0
-    if dtype.itemsize != 2 or name not in _PRODUCTS:
+        return _CONVOLUTION_SHARE if half or gpu.flops_tf32_per_s else 1.0
+    if not half or name not in _PRODUCTS:
         return 1.0
-    sides = {side for t in tensors_in(args) if t.dim() > 1 for side in t.shape[-2:]}
-    return _UNALIGNED_SHARE if any(side % _ALIGNED for side in sides) else 1.0
+    return 1.0 if all(map(_is_aligned, (*tensors_in(args), *outs))) else _UNALIGNED_SHARE
+
+
+def _is_aligned(matrix: Tensor) -> bool:
+    """Whether the rows of a matrix, or its columns where these are contiguous, begin at multiples of 8 elements."""
+    if matrix.dim() < 2 or min(matrix.shape[-2:]) == 1:
+        return True
+    return max(matrix.stride()[-2:]) % _ALIGNED == 0
 
 
 def turned_bytes(gpu: DeviceModel, name: str, args: tuple[Any, ...], outs: list[Tensor]) -> int:
@@ -92,7 +100,7 @@ def turned_bytes(gpu: DeviceModel, name: str, args: tuple[Any, ...], outs: list[
     """
     if name not in _CONVOLUTIONS or (gpu.compute_capability or (0, 0)) < _TENSOR_CORES:
         return 0
-    given = [t for t in tensors_in(args) if t.dim() > 3]
+    given = [t for t in tensors_in(args) if t.dim() > 2]
     if any(t.dtype.itemsize != 2 or is_channels_last(t) for t in given):
         return 0
     return 2 * sum(t.nbytes for t in (*given, *outs))

@@ -57,11 +57,11 @@ def op_seconds(device: DeviceModel, func: OpOverload, args: tuple[Any, ...], kwa
     moved = sum(t.nbytes for t in (*tensors_in((*args, *kwargs.values())), *outs) if has_storage(t))
     again = _READ_AGAIN.get(what.name, ()) if device.is_gpu else ()
     moved += sum(args[i].nbytes for i in again if isinstance(args[i], Tensor))
-    dtype = outs[0].dtype if outs else torch.float32
-    arithmetic_s = op_flops(func, args, kwargs, out) / _rate(device, what.name, dtype)
+    rate = _rate(device, what.name, outs[0].dtype if outs else torch.float32)
+    arithmetic_s = op_flops(func, args, kwargs, out) / rate
     if not device.is_gpu:
         return max(device.launch_s, arithmetic_s, moved / device.bytes_per_s)
-    arithmetic_s /= share_of_rate(device, what.name, args, dtype)
+    arithmetic_s /= share_of_rate(device, what.name, args, outs)
     turned_s = turned_bytes(device, what.name, args, outs) / device.bytes_per_s
     least_s = max(device.launch_s, least_seconds(what.name, args, outs))
     return max(least_s, arithmetic_s, moved / device.bytes_per_s) + turned_s

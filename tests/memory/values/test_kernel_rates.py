@@ -29,6 +29,8 @@ def test_a_kernel_of_few_threads_takes_its_own_time_where_memory_is_faster():
     x, w = empty(64, 256, 28, 28, dtype=torch.float32), empty(256, dtype=torch.float32)
     args = (x, w, w, w, w, True, 0.1, 1e-5)
     assert seconds(aten.native_batch_norm.default, *args) == x.numel() / 110e9
+    last = (x.to(memory_format=torch.channels_last), *args[1:])
+    assert seconds(aten.native_batch_norm.default, *last) < x.numel() / 110e9
     moved = 3 * x.nbytes + 7 * w.nbytes
     assert seconds(aten.native_batch_norm.default, *args, card=T4) == pytest.approx(moved / T4.bytes_per_s, rel=1e-3)
 
@@ -40,11 +42,16 @@ def test_a_copy_between_layouts_takes_as_long_in_16_bits_as_in_32():
     assert plain[1] == pytest.approx(2 * plain[0])
 
 
-def test_products_of_sides_that_are_no_multiples_of_8_are_slow_in_16_bits_alone():
+def test_products_whose_rows_begin_at_no_multiples_of_8_are_slow_in_16_bits_alone():
+    """Those of a head, its gradient by the states, and by the weight; an odd number of rows changes nothing."""
     for dtype, ratio in ((torch.bfloat16, 5), (torch.float32, 1)):
-        states = empty(8192, 1024, dtype=dtype)
-        even, odd = (seconds(aten.mm.default, states, empty(1024, words, dtype=dtype)) for words in (50_256, 50_257))
-        assert odd / even == pytest.approx(ratio, rel=1e-3)
+        times = []
+        for words in (50_256, 50_257):
+            states, logits = empty(8191, 1024, dtype=dtype), empty(8191, words, dtype=dtype)
+            weight = empty(words, 1024, dtype=dtype)
+            products = ((states, weight.t()), (logits, weight), (logits.t(), states))
+            times.append([seconds(aten.mm.default, *pair) for pair in products])
+        assert [odd / even for even, odd in zip(*times, strict=True)] == pytest.approx([ratio] * 3, rel=1e-3)
 
 
 def test_16_bit_convolutions_are_turned_around_where_channels_come_first():
