@@ -36,12 +36,16 @@ POLISH_WORK = 40_000
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A plan that was made: for which structure, how large its step is, its actions, its distance to the bound."""
+    """A plan that was made: for which structure, how large its step is, its actions, its distance to the bound.
+
+    And whether CUDA's allocator serves it: where a search found no such plan, none is asked of other shapes.
+    """
 
     structure: Hashable
     plain_peak_bytes: int
     actions: Actions
     gap: float
+    served: bool
 
 
 class ManyShapes:
@@ -94,10 +98,12 @@ class ManyShapes:
         structure = structure_of(step.trace)
         nearest = self._nearest(structure, step.plain_peak_bytes)
         made = None if nearest is None else self._adapted(step, limit_bytes, nearest)
-        if made is None or not _is_served(made, limit_bytes):
+        served = made is not None and _is_served(made, limit_bytes)
+        if made is None or nearest is None or (nearest.served and not served):
             made = self._planner(step, limit_bytes)
             self.counts["searched"] += 1
-        self._remember(_Known(structure, step.plain_peak_bytes, made.actions, made.gap))
+            served = _is_served(made, limit_bytes)
+        self._remember(_Known(structure, step.plain_peak_bytes, made.actions, made.gap, served))
         return made
 
     def _adapted(self, step: Prepared, limit_bytes: int, known: _Known) -> Plan | None:

@@ -105,3 +105,14 @@ def test_on_a_gpu_a_plan_is_one_that_the_allocator_serves(tokens):
         assert runs_within(made.trace, made.actions, limit)
     assert not runs_within(traces[0], None, simulate(traces[0]).peak_bytes)
     assert shapes.counts["plain"] == 0
+
+
+def test_where_no_plan_is_served_few_are_searched_all_the_same():
+    traces = [replace(traced(tokens), device="cuda") for tokens in LENGTHS]  # the allocator takes 2 MiB at once
+    limit = limit_of(traces[0], 0.6)
+    shapes = ManyShapes(lambda trace, limit: plan(trace, limit))
+    for trace in traces:
+        made = shapes(trace, limit)
+        assert made.peak_bytes <= limit
+        assert not runs_within(trace, made.actions, limit)
+    assert shapes.counts["searched"] < len(LENGTHS) / 2
