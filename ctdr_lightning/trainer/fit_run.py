@@ -256,7 +256,7 @@ class FitRun:
         if measured is not None:
             self.memory.batch_measured(measured)
         stepped = trainer.global_step > self._steps_before
-        self.monitor.batch_end(batch, stepped)
+        self.monitor.batch_end(batch, stepped=stepped, usual=self.memory.was_usual())
         if stepped:
             self.memory.step_done(trainer, measured)
             if self.coach is not None:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 from ctdr_lightning.trainer.training_step.device import batch_size, peak_flops
 
 
+@dataclass
+class _Counted:
+    """Batches of one kind, their samples, and their seconds where they were timed one by one."""
+
+    batches: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+
+
 class Monitor:
     """Counts batches and samples between log points; wall-clock time over an interval needs no synchronisation.
 
-    The caller says when a batch or a validation begins and ends. Time spent in validation is not counted.
+    The caller says when a batch or a validation begins and ends. Time spent in validation is not counted, nor that of
+    batches that were recorded or planned, where there are others in the interval.
 
     Attributes:
         stepped: Batches after which an optimizer stepped, as Lightning's loggers count them.
@@ -20,26 +31,36 @@ class Monitor:
     def __init__(self) -> None:
         self._since_s: float | None = None
         self._paused_s: float | None = None
-        self._batches = 0
-        self._samples = 0
+        self._begun_s = 0.0
+        self._usual, self._other = _Counted(), _Counted()
         self._logged = 0
         self.stepped = 0
 
     def start(self) -> None:
         """Training begins: nothing is counted yet."""
         self._since_s, self._paused_s = None, None
-        self._batches = self._samples = 0
+        self._usual, self._other = _Counted(), _Counted()
 
     def batch_start(self) -> None:
         """A batch begins; the first one starts the clock."""
+        self._begun_s = perf_counter()
         if self._since_s is None:
-            self._since_s = perf_counter()
+            self._since_s = self._begun_s
 
-    def batch_end(self, batch: Any, stepped: bool) -> None:
-        """A batch is over; ``stepped``: whether an optimizer stepped in it."""
+    def batch_end(self, batch: Any, *, stepped: bool, usual: bool = True) -> None:
+        """A batch is over.
+
+        Args:
+            batch: The batch.
+            stepped: Whether an optimizer stepped in it.
+            usual: Whether it was neither recorded nor planned.
+        """
         self.stepped += stepped
-        self._batches += 1
-        self._samples += batch_size(batch)
+        counted = self._usual if usual else self._other
+        counted.batches += 1
+        counted.samples += batch_size(batch)
+        if not usual:
+            counted.seconds += perf_counter() - self._begun_s
 
     def pause(self) -> None:
         """Validation begins."""
@@ -60,8 +81,8 @@ class Monitor:
 
     def due(self, trainer: Any) -> bool:
         """Whether the trainer's loggers take metrics at this batch."""
-        every = trainer.log_every_n_steps
-        if not every or trainer.barebones or self._batches == 0 or self.stepped == self._logged:
+        every, counted = trainer.log_every_n_steps, self._usual.batches + self._other.batches
+        if not every or trainer.barebones or counted == 0 or self.stepped == self._logged:
             return False
         return self.stepped % every == 0
 
@@ -69,11 +90,14 @@ class Monitor:
         """Step time in seconds and samples per second over all ranks since the last call; then counts anew."""
         now = perf_counter()
         taken_s = now - self._since_s if self._since_s is not None else 0.0
+        counted = self._usual if self._usual.batches else self._other
+        if counted is self._usual:
+            taken_s -= self._other.seconds
         values = {}
-        if taken_s > 0 and self._batches:
-            values["ctdr/step_time_s"] = taken_s / self._batches
-            values["ctdr/samples_per_s"] = self._samples * trainer.world_size / taken_s
-        self._since_s, self._batches, self._samples = now, 0, 0
+        if taken_s > 0 and counted.batches:
+            values["ctdr/step_time_s"] = taken_s / counted.batches
+            values["ctdr/samples_per_s"] = counted.samples * trainer.world_size / taken_s
+        self._since_s, self._usual, self._other = now, _Counted(), _Counted()
         self._logged = self.stepped
         return values
 

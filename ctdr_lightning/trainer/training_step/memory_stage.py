@@ -56,7 +56,7 @@ class MemoryStage:
         self.budget_bytes: int | None = None
         self._last_plan: Plan | None = None
         self._collected = False
-        self._stale_bytes = self._unplanned_bytes = 0
+        self._stale_bytes = self._unplanned_bytes = self._n_planned = 0
         self._coming: Hashable = None
         self._tiles: Mapping[str, int] = {}
         self.last_backend: CompileBackend | None = None
@@ -317,6 +317,12 @@ class MemoryStage:
         if said != self._said:
             self._said = said
             rank_zero_info(f"CTDR: {said}")
+
+    def was_usual(self) -> bool:
+        """Whether the last batch was not recorded, and nothing was planned since the last call."""
+        before, self._n_planned = self._n_planned, self.planner.n_planned
+        recorded = self.session is not None and not self.session.guided
+        return not recorded and before == self._n_planned
 
     def batch_measured(self, measured: BatchMeter) -> None:
         """Notice a batch that took more than its plan says, or more than the budget while it was recorded."""

@@ -60,7 +60,7 @@ class BatchPlanner:
         self._links: list[Link] | None = None
         self.shapes = ManyShapes(plan)
         self.inputs: Any = None
-        self.rest_peak_bytes = self._n_planned = 0
+        self.rest_peak_bytes = self.n_planned = 0
         self._tightened = self._warned = False
         self.lean_step = LeanStep()
         self.lean = ""
@@ -104,7 +104,7 @@ class BatchPlanner:
             tried = self._ends_the_run and limit is not None and self._options.policy == "auto"
             self._refuse(self._adviser(account).advised(error) if tried else error, trace)
             made = plan(account.standing, Budget(seconds=math.inf))  # the least peak at any time
-        self._n_planned += 1
+        self.n_planned += 1
         return made
 
     def tighten(self, budget_bytes: int) -> None:
@@ -284,7 +284,7 @@ class BatchPlanner:
     def _ends_the_run(self) -> bool:
         """Whether a batch that does not fit is an error, rather than run as small as it can be."""
         asked, trainer = self._options.over_budget, cast(Any, self._module.trainer)
-        begun = self._n_planned > 0 or trainer.global_step > 0  # a resumed run may meet its longest batch first
+        begun = self.n_planned > 0 or trainer.global_step > 0  # a resumed run may meet its longest batch first
         return not self._tightened and (asked == "raise" or (asked == "auto" and not begun))
 
     def _refuse(self, error: InfeasibleBudgetError, step: Trace) -> None:

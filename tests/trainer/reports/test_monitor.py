@@ -164,7 +164,7 @@ def test_the_teacher_is_logged():
 
 
 def test_validation_is_not_counted_as_step_time(monkeypatch):
-    now = iter([0.0, 1.0, 5.0, 6.0])
+    now = iter([0.0, 1.0, 5.0, 5.0, 6.0])
     monkeypatch.setattr("ctdr_lightning.trainer.reports.monitor.perf_counter", lambda: next(now))
     monitor = Monitor()
     monitor.start()
@@ -176,6 +176,35 @@ def test_validation_is_not_counted_as_step_time(monkeypatch):
     monitor.batch_end(torch.zeros(4, 2), stepped=True)
     values = monitor.interval(SimpleNamespace(world_size=2))
     assert values == {"ctdr/step_time_s": 1.0, "ctdr/samples_per_s": 8.0}
+
+
+@pytest.mark.parametrize("usual", [2, 0])
+def test_batches_that_are_recorded_or_planned_are_timed_only_where_there_are_no_others(monkeypatch, usual):
+    clock = [0.0]
+    monkeypatch.setattr("ctdr_lightning.trainer.reports.monitor.perf_counter", lambda: clock[0])
+    monitor = Monitor()
+    monitor.start()
+    for seconds, is_usual in [(10.0, False), (20.0, False), (0.5, True), (0.5, True)][: 2 + usual]:
+        monitor.batch_start()
+        clock[0] += seconds
+        monitor.batch_end(torch.zeros(4, 2), stepped=True, usual=is_usual)
+    values = monitor.interval(SimpleNamespace(world_size=1))
+    step_s = 0.5 if usual else 15.0
+    assert values == {"ctdr/step_time_s": step_s, "ctdr/samples_per_s": 4 / step_s}
+
+
+@pytest.mark.parametrize("options", [{}, {"rank": None, "policy": "auto", "memory_budget": "1GiB"}], ids=str)
+def test_the_first_batches_are_recorded_and_planned_and_later_ones_are_usual(monkeypatch, options):
+    found, end = [], Monitor.batch_end
+
+    def noted(self, batch, **told):
+        found.append(told["usual"])
+        end(self, batch, **told)
+
+    monkeypatch.setattr(Monitor, "batch_end", noted)
+    run(**options)
+    assert not found[0]
+    assert all(found[5:])
 
 
 def test_utilisation_is_the_share_of_the_devices_promise(monkeypatch):
