@@ -51,7 +51,8 @@ def counts(device: torch.device | None = None) -> Counts:
     if not found:
         return Counts()
     used, taken, asked = (found[f"{kind}_bytes"]["all"] for kind in ("allocated", "reserved", "requested"))
-    return Counts(used["current"], used["peak"], taken["current"], taken["peak"], asked["current"])
+    # cudaMallocAsync, which a user may choose, counts no requests.
+    return Counts(used["current"], used["peak"], taken["current"], taken["peak"], asked["current"] or used["current"])
 
 
 def watch_peak(device: torch.device | None = None) -> Counts:

@@ -36,9 +36,9 @@ def budgets(step: Trace) -> str:
     shares = [least.peak_bytes + between * share // _N_BUDGETS for share in range(_N_BUDGETS - 1, 0, -1)]
     for n_bytes in track(shares if between else [], "plan budgets", total=len(shares)):
         with suppress(InfeasibleBudgetError):  # not found in so little time
-            rows.append((n_bytes, plan(step, Budget(peak_bytes=n_bytes, time_limit_s=_TIME_LIMIT_S)).seconds, ""))
+            rows.append((n_bytes, plan(step, Budget(peak_bytes=n_bytes, time_limit_s=_TIME_LIMIT_S)).wall_seconds, ""))
     if between:
-        rows.append((least.peak_bytes, least.seconds, "the least that a quick search found"))
+        rows.append((least.peak_bytes, least.wall_seconds, "the least that a quick search found"))
     shown = [
         (format_bytes(n_bytes), f"{n_bytes / plain.peak_bytes:.2f}", f"x{seconds / plain.seconds:.2f}", note)
         for n_bytes, seconds, note in rows

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ctdr_lightning.basics.errors import InfeasibleBudgetError, ReplayError
+from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.gpu_memory import left_bytes
 from ctdr_lightning.decomposition.choose.choices import Choices
 from ctdr_lightning.joint.turns import RealStep, in_turns
@@ -29,7 +29,7 @@ from ctdr_lightning.memory.lean.choice import LeanChoice, choose_lean
 from ctdr_lightning.memory.lean.lean_step import LeanStep
 from ctdr_lightning.memory.planner import plan
 from ctdr_lightning.memory.plans.budget import Budget
-from ctdr_lightning.memory.plans.plan import Plan
+from ctdr_lightning.memory.plans.plan import Plan, host_wait_seconds
 from ctdr_lightning.memory.recorder.call_seconds import CallSeconds
 from ctdr_lightning.memory.recorder.fake import record_fake
 from ctdr_lightning.memory.recorder.recorder import record
@@ -184,10 +184,14 @@ class Pricer:
 
     def seconds(self, made: Plan) -> float:
         """Time of a step under a plan: the plan's own prediction, plus the tape's cost of seeing ops."""
+        if made.trace.device == "cuda":
+            return made.wall_seconds
         return made.seconds + (self._tape_s_per_op * made.n_seen if made.n_seen else 0.0)
 
     def tape_s(self, trace: Trace) -> float:
         """The most that the tape's seeing of ops costs under any plan of a step."""
+        if trace.device == "cuda":
+            return host_wait_seconds(trace, len(trace.forward_ops))
         return self._tape_s_per_op * len(trace.forward_ops)
 
     def slowdown(self, seconds: float) -> float:
@@ -200,7 +204,7 @@ class Pricer:
 
     @cached_property
     def _tape_s_per_op(self) -> float:
-        """Seconds that the tape takes for each op it sees; asked for by the first plan that drops something."""
+        """Seconds of the tape on a processor for each op that it sees; asked for by the first plan that drops one."""
         if not self.dense_runs or self.dense_s >= _SHORT_S:
             return _USUAL_TAPE_S
         with unmoved(self._model):
@@ -215,10 +219,7 @@ class Pricer:
             made = plan(self.dense, budget)
         except InfeasibleBudgetError:
             return _USUAL_TAPE_S
-        try:
-            turns = in_turns(RealStep(self._model, forward), RealStep(self._model, forward, made))
-        except (torch.OutOfMemoryError, ReplayError):
-            return _USUAL_TAPE_S
+        turns = in_turns(RealStep(self._model, forward), RealStep(self._model, forward, made))
         beyond_s = turns.second_s - turns.first_s - made.recompute_seconds
         return min(max(beyond_s, 0.0) / max(made.n_seen, 1), _MOST_TAPE_S)
 

@@ -18,7 +18,7 @@ from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.progress_bar import track
 from ctdr_lightning.basics.units import as_given, format_bytes, parse_bytes
 from ctdr_lightning.memory.account.batch import BatchAccount
-from ctdr_lightning.memory.allocator.reserved import expandable_segments, runs_within
+from ctdr_lightning.memory.allocator.reserved import expandable_segments, is_served
 from ctdr_lightning.memory.bounds.lower_bound import floor_bytes
 from ctdr_lightning.memory.lean.lean_step import LeanStep
 from ctdr_lightning.memory.lean.outputs import kept_peak_bytes, left_out
@@ -174,9 +174,7 @@ def _lean_step(module: nn.Module, account: Callable[..., BatchAccount], limit_by
 
 
 def _fits_plainly(account: BatchAccount, limit_bytes: int) -> bool:
-    if account.step.device != "cuda" or kept_peak_bytes(account) > limit_bytes:
-        return kept_peak_bytes(account) <= limit_bytes
-    return runs_within(account.whole, None, limit_bytes, expandable=expandable_segments())
+    return kept_peak_bytes(account) <= limit_bytes and is_served(account.whole, None, limit_bytes)
 
 
 def _extrapolated(n_bytes: Callable[[int], int], size: int, limit_bytes: int, most: int) -> int:
@@ -227,8 +225,8 @@ class _Search:
             size = min(max(size, low + 1), high - 1)
             timeline = self._planned(self._traced(size), self._limit_bytes)
             before, low = low, low if timeline is None else self._reached(timeline, size, low)
-            if timeline is not None and low < size and timeline.peak_bytes <= self._limit_bytes:
-                low = self._in_pieces(size, low)
+            if timeline is not None and timeline.trace.device == "cuda" and low < size:
+                low = self._with_room(size, low) if timeline.peak_bytes <= self._limit_bytes else low
             close = max(1, int(SHARE * low))
             if timeline is not None and known < low < size and low - before < close and not self._is_slow(timeline):
                 break
@@ -255,7 +253,7 @@ class _Search:
         near = size * self._limit_bytes // max(timeline.peak_bytes, self._limit_bytes)
         return largest(lambda smaller: self._holds(carried(smaller)), known, size, near, SHARE)
 
-    def _in_pieces(self, size: int, known: int) -> int:
+    def _with_room(self, size: int, known: int) -> int:
         """The largest batch by a plan with room for the allocator's pieces, where tensors alone would fit."""
         timeline = self._planned(self._traced(size), int(TIGHT_ROOM * self._limit_bytes))
         return known if timeline is None else self._reached(timeline, size, known)
@@ -268,12 +266,9 @@ class _Search:
 
     def _holds(self, timeline: Timeline) -> bool:
         """Whether the budget holds a plan's tensors, and on a GPU CUDA's allocator serves them within it, in time."""
-        if self._is_slow(timeline):
+        if self._is_slow(timeline) or timeline.peak_bytes > self._limit_bytes:
             return False
-        if timeline.trace.device != "cuda" or timeline.peak_bytes > self._limit_bytes:
-            return timeline.peak_bytes <= self._limit_bytes
-        expandable = expandable_segments()
-        return runs_within(timeline.trace, timeline.actions, self._limit_bytes, expandable=expandable)
+        return is_served(timeline.trace, timeline.actions, self._limit_bytes)
 
     def _is_slow(self, timeline: Timeline) -> bool:
         """Whether a plan takes too long; one of a smaller batch, which has to free less, may not."""

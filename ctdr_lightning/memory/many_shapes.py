@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
-from ctdr_lightning.memory.allocator.reserved import expandable_segments, runs_within
+from ctdr_lightning.memory.allocator.reserved import is_served
 from ctdr_lightning.memory.bounds.lower_bound import lower_bound_seconds
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.search.fastest import Fastest
@@ -90,19 +90,17 @@ class ManyShapes:
             InfeasibleBudgetError: Where the planner finds nothing that fits.
         """
         step = prepared(step)
-        if step.plain_peak_bytes <= limit_bytes:
-            plain = Plan(self._policy, simulate(step), limit_bytes, step.trace.seconds)
-            if _is_served(plain, limit_bytes):
-                self.counts["plain"] += 1
-                return plain
+        if step.plain_peak_bytes <= limit_bytes and is_served(step.trace, None, limit_bytes):
+            self.counts["plain"] += 1
+            return Plan(self._policy, simulate(step), limit_bytes, step.trace.seconds)
         structure = structure_of(step.trace)
         nearest = self._nearest(structure, step.plain_peak_bytes)
         made = None if nearest is None else self._adapted(step, limit_bytes, nearest)
-        served = made is not None and _is_served(made, limit_bytes)
+        served = made is not None and is_served(step.trace, made.actions, limit_bytes)
         if made is None or nearest is None or (nearest.served and not served):
             made = self._planner(step, limit_bytes)
             self.counts["searched"] += 1
-            served = _is_served(made, limit_bytes)
+            served = is_served(step.trace, made.actions, limit_bytes)
         self._remember(_Known(structure, step.plain_peak_bytes, made.actions, made.gap, served))
         return made
 
@@ -110,15 +108,15 @@ class ManyShapes:
         """Another step's actions as they are, or polished; None where both are too slow or do not fit."""
         actions, gap = transferred(known.actions, step.trace), max(GOOD_ENOUGH, known.gap + FURTHER)
         carried = Plan(self._policy, simulate(step, actions), limit_bytes)
-        # The bound is on recomputation. Of a plan that puts values away, only the plain step bounds the time, and so
-        # far above it as the known plan is this one may be.
-        away = bool(carried.away)
+        # The bound is on recomputation. Of a plan that puts values away, only the plain step bounds the time; one that
+        # spares a GPU's host recomputes more than it must. So far above it as the known plan is such a plan may be.
+        away, spares_host = bool(carried.away), carried.host_wait_seconds > 0
         bound_s = step.trace.seconds if away else lower_bound_seconds(step, limit_bytes)
-        most_s = bound_s * (1 + (gap if away else GOOD_ENOUGH))
+        most_s = bound_s * (1 + (gap if away or spares_host else GOOD_ENOUGH))
         if carried.peak_bytes <= limit_bytes and carried.seconds <= most_s:
             self.counts["transferred"] += 1
             return replace(carried, bound_seconds=bound_s)
-        if away:
+        if away or spares_host:
             return None
         search = LocalSearch(step, allowance=POLISH_WORK)
         attempt = Fastest(step, search, limit_bytes)
@@ -139,13 +137,6 @@ class ManyShapes:
         self._known[known.structure, known.plain_peak_bytes] = known
         while len(self._known) > MOST_REMEMBERED:
             self._known.popitem(last=False)
-
-
-def _is_served(made: Plan, limit_bytes: int) -> bool:
-    """Whether CUDA's allocator serves the tensors of a plan that fit; a search makes room for its pieces otherwise."""
-    if made.trace.device != "cuda":
-        return True
-    return runs_within(made.trace, made.actions, limit_bytes, expandable=expandable_segments())
 
 
 def _distance(known_bytes: int, wanted_bytes: int) -> float:

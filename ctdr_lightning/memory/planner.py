@@ -66,7 +66,7 @@ def plan(
         if chosen.name == "auto":
             # in the bytes of the plan that is served: more would not be
             choose = partial(chosen, budget=replace(limits, peak_bytes=made.peak_bytes))
-            made = quieter(step, made, choose, partial(_holds, limits, _flushes(made, limits)))
+            made = quieter(step, made, choose, partial(_flushes, limits=limits))
     limit = limits.peak_bytes if limits.peak_bytes is not None else made.peak_bytes
     # The bound is on recomputation. A plan that puts values away can be faster; only the plain step bounds that.
     bound_s = step.trace.seconds if made.away else sharp_bound_seconds(step, limit)
@@ -115,12 +115,6 @@ def _flushes(made: Plan, limits: Budget) -> float:
     assert limits.peak_bytes is not None
     found = flushes_within(made.trace, made.actions, limits.peak_bytes, expandable=expandable_segments())
     return inf if found is None else found
-
-
-def _holds(limits: Budget, flushes: float, made: Plan) -> bool:
-    """Whether the tensors of a plan fit, and the allocator serves them with so few flushes."""
-    assert limits.peak_bytes is not None
-    return made.peak_bytes <= limits.peak_bytes and _flushes(made, limits) <= flushes
 
 
 def _infeasible(

@@ -170,7 +170,7 @@ def _compared(parts: RunParts) -> Iterator[tuple[str, str, str, str]]:
         plain = simulate(plan.trace)
         peak, taken = record.highest("ctdr/peak_memory_gib"), record.typical("ctdr/step_time_s")
         yield _beside("peak of a step", predicted_peak_bytes(parts), (peak or 0.0) * GIB, format_bytes)
-        yield _beside("time of a step", plan.seconds, taken or 0.0, format_seconds)
+        yield _beside("time of a step", plan.wall_seconds, taken or 0.0, format_seconds)
         yield _beside("peak with everything kept", plain.peak_bytes, 0.0, format_bytes)
         yield _beside("time with everything kept", plain.seconds, 0.0, format_seconds)
         if plan.bound_seconds:

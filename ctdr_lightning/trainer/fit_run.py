@@ -256,11 +256,11 @@ class FitRun:
         if measured is not None:
             self.memory.batch_measured(measured)
         stepped = trainer.global_step > self._steps_before
-        self.monitor.batch_end(batch, stepped=stepped, usual=self.memory.was_usual())
         if stepped:
             self.memory.step_done(trainer, measured)
             if self.coach is not None:
                 self.coach.step_done()
+        self.monitor.batch_end(batch, stepped=stepped, usual=self.memory.was_usual())  # which may have planned anew
         if self.monitor.due(trainer):
             values = self.reporter.interval(trainer)
             values |= self.coach.step_logs() if self.coach is not None else {}

@@ -1,9 +1,11 @@
 """A candidate's price without a run is what a run takes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from ctdr_lightning import decompose, record
+from ctdr_lightning import Plan, decompose, plan, record
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.decomposition import Choices
 from ctdr_lightning.joint import pricing
@@ -130,3 +132,15 @@ def test_a_dense_step_without_memory_is_recorded_within_what_is_left(monkeypatch
     assert [op.name for op in pricer.dense.ops] == [op.name for op in plain.dense.ops]
     # A GPU short of memory takes kernels with other bits: nobody reads these gradients, so nothing is verified.
     assert {(options["budget_bytes"], options["verify"]) for options in asked} == {(round(0.8 * least), "never")}
+
+
+def test_a_gpu_waits_for_its_host_as_the_plan_says(monkeypatch):
+    _, _, pricer = priced()
+    step = replace(pricer.dense, device="cuda")
+    made = Plan("sqrt", plan(pricer.dense, policy="sqrt").timeline)
+    waiting = replace(made, timeline=replace(made.timeline, trace=step))
+    monkeypatch.setattr(pricing, "in_turns", None)  # no step is run to find out
+    short = replace(step, ops=tuple(replace(op, seconds=1e-6) for op in step.ops))
+    assert waiting.wall_seconds - waiting.seconds == waiting.host_wait_seconds
+    assert pricer.seconds(waiting) == waiting.wall_seconds
+    assert pricer.tape_s(short) == pytest.approx(49e-6 * len(short.forward_ops))

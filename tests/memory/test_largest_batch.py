@@ -123,7 +123,7 @@ def test_on_a_gpu_plans_are_made_with_room_for_the_allocators_pieces(monkeypatch
 
     with_room = found()
     assert runs_within(with_room.plan.trace, with_room.plan.actions, 200 << 20)
-    monkeypatch.setattr(largest_batch._Search, "_in_pieces", lambda self, size, known: known)
+    monkeypatch.setattr(largest_batch._Search, "_with_room", lambda self, size, known: known)
     assert with_room.size > found().size >= with_room.plain_size
 
 

@@ -99,6 +99,17 @@ def runs_within(trace: Trace, actions: Actions | None, limit_bytes: int, *, expa
     return flushes_within(trace, actions, limit_bytes, expandable=expandable) == 0
 
 
+def is_served(trace: Trace, actions: Actions | None, limit_bytes: int) -> bool:
+    """Whether the step's device serves it within a limit: CUDA's allocator by its settings here, any other one always.
+
+    Args:
+        trace: The recorded step, whose tensors fit.
+        actions: By value id; None for the plain step.
+        limit_bytes: The most that may be reserved.
+    """
+    return trace.device != "cuda" or runs_within(trace, actions, limit_bytes, expandable=expandable_segments())
+
+
 def flushes_within(trace: Trace, actions: Actions | None, limit_bytes: int, *, expandable: bool = False) -> int | None:
     """Number of times in each step that an allocator with this limit on reserved bytes gives free segments back.
 

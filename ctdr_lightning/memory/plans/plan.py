@@ -217,15 +217,13 @@ class Plan(MadeOnce):
 
     @cached_property
     def host_wait_seconds(self) -> float:
-        """Predicted time for which a GPU waits in the forward, as its host is at work for the tape.
+        """Predicted time for which a GPU waits in the forward, as its host is at work for the tape; 0 elsewhere."""
+        return 0.0 if self.keeps_all else host_wait_seconds(self.trace, self.n_seen)
 
-        It comes in addition to `seconds`. 0 on a processor, and in compiled graphs, which have no tape.
-        """
-        trace = self.trace
-        if trace.device != "cuda" or self.keeps_all or any(line.region < 0 for line in self.script):
-            return 0.0
-        forward_s = sum(trace.ops[op].seconds for op in trace.forward_ops)
-        return max(0.0, _SEEN_S * self.n_seen + _OP_S * len(self.script) - forward_s)
+    @property
+    def wall_seconds(self) -> float:
+        """Predicted time of the step by the clock: `seconds`, and the wait for the host."""
+        return self.seconds + self.host_wait_seconds
 
     @cached_property
     def reserved(self) -> Reserved:
@@ -322,6 +320,19 @@ class _Header:
     policy: str
     budget_bytes: int | None
     bound_seconds: float
+
+
+def host_wait_seconds(trace: Trace, n_seen: int) -> float:
+    """Predicted time for which a GPU waits in the forward, where the tape sees so many ops of it; 0 on other devices.
+
+    Args:
+        trace: The step; a compiled graph has no tape, and no wait.
+        n_seen: Number of ops.
+    """
+    ops = [trace.ops[op] for op in trace.forward_ops]
+    if trace.device != "cuda" or any(op.region < 0 for op in ops):
+        return 0.0
+    return max(0.0, _SEEN_S * n_seen + _OP_S * len(ops) - sum(op.seconds for op in ops))
 
 
 def most_away_bytes(plans: Iterable[Plan]) -> dict[str, int]:

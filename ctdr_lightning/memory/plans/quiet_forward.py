@@ -28,24 +28,26 @@ WORTH = 0.02  # a wait of a smaller share of the step is left alone: a plan take
 _ALONE = "left alone, so that the tape sleeps"
 
 
-def quieter(step: Prepared, made: Plan, choose: Callable[[Prepared], Timeline], holds: Callable[[Plan], bool]) -> Plan:
+def quieter(
+    step: Prepared, made: Plan, choose: Callable[[Prepared], Timeline], flushes: Callable[[Plan], float]
+) -> Plan:
     """The fastest plan, the wait for the host included, of one and of those that leave the forward's end alone.
 
     Args:
         step: The step.
         made: A plan of it.
         choose: Makes a timeline of a step.
-        holds: Whether the budget holds a plan.
+        flushes: Times that the allocator gives its segments back in a step under a plan; no more than now are taken.
     """
     if made.host_wait_seconds <= WORTH * made.seconds:
         return made
-    found = [made]
+    found, most = [made], flushes(made)
     for share in SHARES:
         with suppress(InfeasibleBudgetError):
             timeline = choose(Prepared(_beginning(step.trace, share)))
             other = replace(made, timeline=judge(step, timeline.actions))
-            found += [other] if holds(other) else []
-    return min(found, key=lambda plan: plan.seconds + plan.host_wait_seconds)
+            found += [other] if other.peak_bytes <= made.peak_bytes and flushes(other) <= most else []
+    return min(found, key=lambda plan: plan.wall_seconds)
 
 
 def _beginning(trace: Trace, share: float) -> Trace:

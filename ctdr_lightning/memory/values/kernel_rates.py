@@ -42,38 +42,44 @@ _RECURRENT_S = {"aten._cudnn_rnn.default": 20e-6, "aten._cudnn_rnn_backward.defa
 _STATE, _BATCH_FIRST, _BATCH_SIZES = 4, 10, 14  # positions in the arguments of `_cudnn_rnn`
 _LATER = {"aten._cudnn_rnn.default": 0, "aten._cudnn_rnn_backward.default": 4}  # the last two in its backward
 # The result has the storage of the argument, although the schema tells nothing of it.
-NO_KERNELS = {"aten._unsafe_view.default"}
+_NO_KERNELS = {"aten._unsafe_view.default"}
 
 
-def least_seconds(name: str, args: tuple[Any, ...], outs: list[Tensor]) -> float:
-    """Time that a GPU's kernels take whatever its rates; 0 where these are the limit.
-
-    Args:
-        name: Name of the op.
-        args: The call's arguments.
-        outs: Its results.
-    """
-    if name in _RECURRENT_S:
-        return _RECURRENT_S[name] * _sequential_steps(name, args)
-    if name in _COPIES:
-        given = list(tensors_in(args))
-        strided = any(not t.is_contiguous() for t in (*given, *outs))
-        return sum(t.numel() for t in given) / _STRIDED_PER_S if strided else 0.0
-    known = (*tensors_in(args), *outs)
-    if name not in _ELEMENTS_PER_S or any(map(is_channels_last, known)):
-        return 0.0
-    return max(t.numel() for t in known) / _ELEMENTS_PER_S[name]
-
-
-def share_of_rate(gpu: DeviceModel, name: str, args: tuple[Any, ...], outs: list[Tensor]) -> float:
-    """Share of a GPU's arithmetic that a product or a convolution reaches on tensor cores.
+def kernel_seconds(
+    gpu: DeviceModel, name: str, args: tuple[Any, ...], outs: list[Tensor], arithmetic_s: float, memory_s: float
+) -> float:
+    """Time of one call on a GPU.
 
     Args:
         gpu: Model of the card.
         name: Name of the op.
         args: The call's arguments.
         outs: Its results.
+        arithmetic_s: Its time by the card's arithmetic alone.
+        memory_s: Its time by the card's memory alone.
     """
+    if name in _NO_KERNELS:
+        return 0.0
+    least_s = max(gpu.launch_s, _least_seconds(name, args, outs))
+    turned_s = _turned_bytes(gpu, name, args, outs) / gpu.bytes_per_s
+    return max(least_s, arithmetic_s / _share_of_rate(gpu, name, args, outs), memory_s) + turned_s
+
+
+def _least_seconds(name: str, args: tuple[Any, ...], outs: list[Tensor]) -> float:
+    """Time that the kernels take whatever the card's rates; 0 where these are the limit."""
+    if name in _RECURRENT_S:
+        return _RECURRENT_S[name] * _sequential_steps(name, args)
+    given = list(tensors_in(args))
+    if name in _COPIES:
+        strided = any(not t.is_contiguous() for t in (*given, *outs))
+        return sum(t.numel() for t in given) / _STRIDED_PER_S if strided else 0.0
+    if name not in _ELEMENTS_PER_S or any(map(is_channels_last, (*given, *outs))):
+        return 0.0
+    return max(t.numel() for t in (*given, *outs)) / _ELEMENTS_PER_S[name]
+
+
+def _share_of_rate(gpu: DeviceModel, name: str, args: tuple[Any, ...], outs: list[Tensor]) -> float:
+    """Share of the card's arithmetic that a product or a convolution reaches on tensor cores."""
     half = all(t.dtype.itemsize == 2 for t in outs)
     if name in _CONVOLUTIONS:
         return _CONVOLUTION_SHARE if half or gpu.flops_tf32_per_s else 1.0
@@ -89,15 +95,8 @@ def _is_aligned(matrix: Tensor) -> bool:
     return max(matrix.stride()[-2:]) % _ALIGNED == 0
 
 
-def turned_bytes(gpu: DeviceModel, name: str, args: tuple[Any, ...], outs: list[Tensor]) -> int:
-    """Bytes that cuDNN moves to turn a 16-bit convolution in NCHW around: each operand and result, read and written.
-
-    Args:
-        gpu: Model of the card.
-        name: Name of the op.
-        args: The call's arguments.
-        outs: Its results.
-    """
+def _turned_bytes(gpu: DeviceModel, name: str, args: tuple[Any, ...], outs: list[Tensor]) -> int:
+    """Bytes that cuDNN moves to turn a 16-bit convolution in NCHW around: operands and results, read and written."""
     if name not in _CONVOLUTIONS or (gpu.compute_capability or (0, 0)) < _TENSOR_CORES:
         return 0
     given = [t for t in tensors_in(args) if t.dim() > 2]

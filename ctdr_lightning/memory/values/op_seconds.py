@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ctdr_lightning.basics.devices import DeviceModel, product_flops32_per_s
 from ctdr_lightning.basics.torch_private import OpOverload
-from ctdr_lightning.memory.values.kernel_rates import NO_KERNELS, least_seconds, share_of_rate, turned_bytes
+from ctdr_lightning.memory.values.kernel_rates import kernel_seconds
 from ctdr_lightning.memory.values.op_traits import traits
 from ctdr_lightning.memory.values.tensors import has_storage, tensors_in
 
@@ -51,20 +51,17 @@ def op_seconds(device: DeviceModel, func: OpOverload, args: tuple[Any, ...], kwa
         out: Its result: a tensor or several.
     """
     what = traits(func)
-    if what.view or (device.is_gpu and what.name in NO_KERNELS):
+    if what.view:
         return 0.0
     outs = list(tensors_in(out if type(out) in (tuple, list) else (out,)))
     moved = sum(t.nbytes for t in (*tensors_in((*args, *kwargs.values())), *outs) if has_storage(t))
     again = _READ_AGAIN.get(what.name, ()) if device.is_gpu else ()
     moved += sum(args[i].nbytes for i in again if isinstance(args[i], Tensor))
     rate = _rate(device, what.name, outs[0].dtype if outs else torch.float32)
-    arithmetic_s = op_flops(func, args, kwargs, out) / rate
-    if not device.is_gpu:
-        return max(device.launch_s, arithmetic_s, moved / device.bytes_per_s)
-    arithmetic_s /= share_of_rate(device, what.name, args, outs)
-    turned_s = turned_bytes(device, what.name, args, outs) / device.bytes_per_s
-    least_s = max(device.launch_s, least_seconds(what.name, args, outs))
-    return max(least_s, arithmetic_s, moved / device.bytes_per_s) + turned_s
+    arithmetic_s, memory_s = op_flops(func, args, kwargs, out) / rate, moved / device.bytes_per_s
+    if device.is_gpu:
+        return kernel_seconds(device, what.name, args, outs, arithmetic_s, memory_s)
+    return max(device.launch_s, arithmetic_s, memory_s)
 
 
 def behind_host(device: DeviceModel, seconds: Iterable[float]) -> list[float]:

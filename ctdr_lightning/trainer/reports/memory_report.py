@@ -77,7 +77,7 @@ class MemoryReport:
         largest = max(plans, key=lambda plan: plan.peak_bytes)
         rest_bytes = self._memory.rest_peak_bytes
         unplanned_bytes = max(rest_bytes, simulate(largest.trace).peak_bytes)
-        slowdown = (largest.seconds + largest.host_wait_seconds) / largest.trace.seconds
+        slowdown = largest.wall_seconds / largest.trace.seconds
         return PlanPeaks(max(rest_bytes, largest.peak_bytes), unplanned_bytes, slowdown)
 
     def over_budget_bytes(self) -> int:

@@ -15,6 +15,7 @@ from torch import OutOfMemoryError
 from ctdr_lightning.basics.gpu_memory import counts, read_budget
 from ctdr_lightning.memory import Plan, Trace
 from ctdr_lightning.memory.account.batch import BatchAccount
+from ctdr_lightning.memory.allocator.reserved import is_served
 from ctdr_lightning.memory.compiled.backend import CompileBackend
 from ctdr_lightning.memory.guide.events import Event
 from ctdr_lightning.memory.guide.step_guide import StepGuide
@@ -271,10 +272,26 @@ class MemoryStage:
         self.beside.held_bytes += found
         self._unplanned_bytes += found
         # A plan takes up to half a minute, so that a few bytes more a step, as of a list of losses, must not cost one.
-        if any(plan.peak_bytes + self._unplanned_bytes > self.planner.budget_bytes for plan in self.session.plans):
+        if not self._has_room_for(self._unplanned_bytes):
             self._set_static([])
         elif self._module is not None:
             self.session.static_bytes = self.beside.static_bytes(self._module)
+
+    def _has_room_for(self, n_bytes: int) -> bool:
+        """Whether all plans, and the optimizer's step, keep the budget with more bytes beside them.
+
+        On a GPU the allocator's pieces count too, except for a plan that it does not serve anyway.
+        """
+        budget = self.planner.budget_bytes
+        assert self.session is not None
+        assert budget is not None
+        plans = self.session.plans
+        if max([self.rest_peak_bytes, *(plan.peak_bytes for plan in plans)]) > budget - n_bytes:
+            return False
+        return all(
+            is_served(plan.trace, plan.actions, budget - n_bytes) or not is_served(plan.trace, plan.actions, budget)
+            for plan in plans
+        )
 
     def copies(self, n_bytes: int) -> bool:
         """Plan for the copies for a retry, which remain until the step's backward is over. Returns whether anew."""

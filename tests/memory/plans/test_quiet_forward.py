@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ctdr_lightning.memory import plan, record_fake, simulate
+from ctdr_lightning.memory.many_shapes import ManyShapes
 from ctdr_lightning.memory.plans import quiet_forward
 from ctdr_lightning.memory.plans.plan import _OP_S, _SEEN_S
 
@@ -34,17 +35,13 @@ def budget_of(step, share):
     return int(step.resident_bytes + share * (simulate(step).peak_bytes - step.resident_bytes))
 
 
-def total_s(made):
-    return made.seconds + made.host_wait_seconds
-
-
 def test_short_kernels_leave_the_end_of_the_forward_to_itself(monkeypatch):
     step = trace(4096)
     budget = budget_of(step, 0.75)
     made = plan(step, budget)
     monkeypatch.setattr(quiet_forward, "SHARES", ())
     unaware = plan(step, budget)
-    assert total_s(made) < total_s(unaware)
+    assert made.wall_seconds < unaware.wall_seconds
     assert made.n_seen < unaware.n_seen
     assert made.peak_bytes <= budget
     assert made.trace == step  # no value is pinned in it
@@ -74,3 +71,12 @@ def test_long_kernels_wait_for_nobody():
 
 def without_regions(step):
     return replace(step, ops=tuple(replace(op, region=-1) for op in step.ops))
+
+
+def test_other_shapes_take_a_plan_that_spares_the_host_over():
+    steps = [trace(rows) for rows in (65536, 65000, 64000)]
+    budget = budget_of(steps[0], 0.8)
+    shapes = ManyShapes(lambda step, limit: plan(step, limit))
+    made = [shapes(step, budget) for step in steps]
+    assert shapes.counts["searched"] == 1
+    assert len({each.n_seen for each in made}) == 1

@@ -84,7 +84,9 @@ def test_a_view_that_its_schema_calls_a_copy_is_none():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['net']}, {row['precision']}")
-def test_steps_are_foretold_within_a_quarter_of_the_measured_ones(row):
+def test_steps_are_foretold_within_15_percent_of_the_measured_ones(row):
+    """But for products in fp32, whose rate in the table of cards is a data sheet's, and low."""
     net, inputs, step = LARGE[row["net"]]()
     found = record_fake(net.train(), inputs, step, device=H200, precision=row["precision"])
-    assert found.seconds == pytest.approx(row["seconds"], rel=0.28)
+    by_products = row["net"].startswith("GPT") and row["precision"] == "32-true"
+    assert found.seconds == pytest.approx(row["seconds"], rel=0.28 if by_products else 0.15)

@@ -9,7 +9,7 @@ from torch import nn
 
 from ctdr_lightning.basics.gpu_memory import left_bytes, read_budget
 from ctdr_lightning.basics.units import GIB, MIB
-from ctdr_lightning.memory import record
+from ctdr_lightning.memory import plan, record, record_fake
 from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.training_step.bytes_beside import BytesBeside
 from ctdr_lightning.trainer.training_step.memory_stage import MemoryStage
@@ -42,7 +42,8 @@ def test_it_counts_in_the_account_that_plans_are_made_for():
 def looking(monkeypatch, peak_bytes):
     """A stage with a budget of a GiB and one plan, and the list of its calls to plan again."""
     stage, sets = MemoryStage(SimpleNamespace(places=None, policy="auto")), []
-    stage.session = SimpleNamespace(plans=[SimpleNamespace(peak_bytes=peak_bytes)], due=lambda kind: None)
+    made = SimpleNamespace(peak_bytes=peak_bytes, trace=SimpleNamespace(device="cpu"), actions={})
+    stage.session = SimpleNamespace(plans=[made], due=lambda kind: None)
     stage.session.plan_with = lambda planner, kind: None
     stage._module, stage.planner.budget_bytes = nn.Identity(), GIB
     monkeypatch.setattr(stage, "_set_static", sets.append)
@@ -76,6 +77,41 @@ def test_a_plan_with_room_for_what_is_held_in_addition_stays(monkeypatch):
         if step == 4:
             stage.session.outdate = stage.session.plans.clear
             stage._replan()  # as _set_static does
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["served before", "never served"])
+def test_a_plan_that_the_allocator_would_no_longer_serve_is_made_again(monkeypatch, again):
+    """Its tensors would fit beside what is held, but not with the pieces between them."""
+    card = Card().install(monkeypatch)
+    stage, sets = looking(monkeypatch, peak_bytes=0)
+    net = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.Tanh())))
+    step = record_fake(net, torch.empty(20480, 512), lambda net, x: net(x).sum(), device="a100")
+    made = plan(step, policy="keep")
+    room = made.reserved.reserved_bytes - made.peak_bytes
+    assert room > 3 * MIB
+    stage.session.plans = [made]
+    stage.planner.budget_bytes = made.reserved.reserved_bytes if again else made.peak_bytes + 2 * MIB
+    card.allocate(2 * MIB)
+    stage._look_at_allocator(CUDA, 0)
+    assert bool(sets) is again
+
+
+def test_the_optimizers_step_has_to_fit_beside_it_too(monkeypatch):
+    card = Card().install(monkeypatch)
+    stage, sets = looking(monkeypatch, peak_bytes=GIB // 2)
+    stage.planner.rest_peak_bytes = GIB - MIB  # of the optimizer's step
+    card.allocate(2 * MIB)
+    stage._look_at_allocator(CUDA, 0)
+    assert sets == [[]]
+
+
+def test_an_allocator_that_counts_no_requests_is_asked_for_its_blocks(monkeypatch):
+    card = Card().install(monkeypatch)
+    stage, sets = looking(monkeypatch, peak_bytes=GIB)
+    card.allocate(80 * MIB)
+    card.slack_bytes = 80 * MIB  # all of them: cudaMallocAsync counts none
+    stage._look_at_allocator(CUDA, 0)
+    assert sets == [[]]
 
 
 def test_blocks_that_are_larger_than_their_tensors_hold_nothing(monkeypatch):
