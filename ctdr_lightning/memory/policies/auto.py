@@ -31,6 +31,7 @@ from ctdr_lightning.memory.search.local_search import LocalSearch
 from ctdr_lightning.memory.search.others import codecs_may_pay, free_codecs, moved_to, others_of
 from ctdr_lightning.memory.simulator.actions import Actions, Compress, Keep, Offload, Recompute
 from ctdr_lightning.memory.simulator.prepared import Prepared
+from ctdr_lightning.memory.simulator.room import with_room
 from ctdr_lightning.memory.simulator.schedule import judge
 from ctdr_lightning.memory.simulator.timeline import Timeline
 
@@ -101,14 +102,25 @@ def _with_others(step: Prepared, budget: Budget, made: Timeline, work: int) -> l
         return [judge(step, search.frontier.actions(_smallest(step, search, made, budget.seconds)))]
     limit = budget.peak_bytes
     assert limit is not None
-    starts = [{}, made.actions, *(moved_to(others, link.to) for link in trace.links)]
+    swapped = list(_swapped(step, budget))
+    starts = [{}, made.actions, *(moved_to(others, link.to) for link in trace.links), *(p.actions for p in swapped)]
     found = _best_from(search, starts, limit, trace.seconds, work=None if trace.links else work)
-    if found.peak_bytes > limit and trace.links:
-        others = others_of(step, trace.asked_codecs, waits=True)
-        search = _search(step, budget, share, others)
-        starts = [*starts[1:], *(moved_to(others, link.to) for link in trace.links)]
-        found = _best_from(search, starts, limit, trace.seconds, work=None)
-    return [judge(step, search.frontier.actions(found))]
+    return [judge(step, search.frontier.actions(found)), *swapped, *_with_room(step, search, limit)]
+
+
+def _swapped(step: Prepared, budget: Budget) -> Iterator[Timeline]:
+    """The plan of Belady's rule, whose transfers the step waits for: the search moves only as far as links hide it."""
+    if step.trace.links:
+        with suppress(InfeasibleBudgetError):
+            yield POLICIES["swapadvisor"](step, budget)
+
+
+def _with_room(step: Prepared, search: LocalSearch, limit: int) -> Iterator[Timeline]:
+    """Plans that take too many bytes but less time than the one that fits, with waits for transfers."""
+    if step.trace.links:
+        for point in search.frontier:
+            if point.peak_bytes > limit:
+                yield judge(step, with_room(step, search.frontier.actions(point), limit))
 
 
 def _may_pay(step: Prepared, budget: Budget, made: Timeline) -> bool:

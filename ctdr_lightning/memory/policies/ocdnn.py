@@ -4,7 +4,8 @@ Awan et al., "OC-DNN: Exploiting Advanced Unified Memory Capabilities in CUDA 9 
 Training", HiPC 2018.
 
 Reproduced: the inputs of all layers may leave the device as soon as their layer has read them (the eviction hint after
-    the last use), without anybody waiting for it, and are prefetched while the backward of the layer after theirs runs.
+    the last use), and are prefetched while the backward of the layer after theirs runs. The step waits for an eviction
+    only where it has no room (``simulator/room.py``).
 Modelled: managed memory and its page faults as transfers over the link; a prefetch that comes late stalls.
 Left out: weights in managed memory with read-mostly advice.
 Claimed: up to 1.9 times as fast as naive managed memory.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
-from ctdr_lightning.memory.search.best_candidate import choose
+from ctdr_lightning.memory.search.best_candidate import choose, waiting_for_room
 from ctdr_lightning.memory.search.layered import largest_link, layer_inputs
 from ctdr_lightning.memory.simulator.actions import Action, Actions, Keep, Offload
 from ctdr_lightning.memory.simulator.prepared import Prepared
@@ -32,7 +33,7 @@ def ocdnn(step: Prepared, budget: Budget) -> Timeline:
     Raises:
         InfeasibleBudgetError: If neither fits.
     """
-    return choose(step, [{}, _managed(step)], budget, "ocdnn")
+    return choose(step, waiting_for_room(step, [{}, _managed(step)], budget), budget, "ocdnn")
 
 
 def _managed(step: Prepared) -> Actions:

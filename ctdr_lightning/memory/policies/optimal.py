@@ -1,7 +1,8 @@
 """The checkpoint subset of a chain with the least peak, where that is all checkpoints + the largest segment.
 
 This is the objective of Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174, whose budgeted
-search is greedy, and of Feng and Huang, arXiv 1808.00079, who solve it exactly.
+search is greedy, of Feng and Huang, arXiv 1808.00079, who solve it exactly, and of the O(n^3) dynamic program of Hong,
+Tsai, Wang, Liu and Wu, arXiv 2502.12499.
 
 Reproduced: the exact optimum for stages of any sizes, and under a budget the fastest subset, which is the one whose
     last checkpoint is the earliest: every segment before it runs its forward once more, the one behind it is kept.

@@ -3,12 +3,14 @@
 The backward enters the segments from the last to the first. At a segment, the checkpoints after it have been used and
 are gone, so that the peak is the largest of (checkpoints before the segment + the segment). Compared with
 ``optimal`` this objective is both truer and easier: the needs of the rest of the chain do not depend on its beginning.
+Hong, Tsai, Wang, Liu and Wu, arXiv 2502.12499, also revise the objective of ``optimal`` by what they trace, and find
+its best subset in O(n). Whether their objective is this one was not checked: only the abstract was at hand.
 
 Reproduced: the optimum by one pass from the chain's end, and under a budget the fastest subset, which is the one whose
     last checkpoint is the earliest, by one pass from its start; both O(n^2). The setting is that of Chen et al., arXiv
     1604.06174, and Feng and Huang, arXiv 1808.00079.
 Modelled: the simulator adds the bytes outside of the model's peak, as in ``optimal``.
-Left out: nothing.
+Left out: the O(n) algorithm of Hong et al.
 
 Complexity O(n^2) for a subset; the policy asks for one for each last checkpoint.
 """

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.units import format_bytes, format_roomy
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.simulator.actions import Actions
 from ctdr_lightning.memory.simulator.prepared import Prepared
+from ctdr_lightning.memory.simulator.room import with_room
 from ctdr_lightning.memory.simulator.schedule import judge
 from ctdr_lightning.memory.simulator.timeline import Timeline
 
@@ -44,6 +45,22 @@ def choose(
     if chosen is None:
         raise _infeasible(least_peak, budget, policy, note)
     return chosen
+
+
+def waiting_for_room(step: Prepared, candidates: Iterable[Actions], budget: Budget) -> Iterator[Timeline]:
+    """Candidates of a system whose allocations wait for what is on its way out.
+
+    Args:
+        step: The recorded step.
+        candidates: Sets of actions.
+        budget: Its peak is the room; without one nothing waits.
+    """
+    limit = budget.peak_bytes
+    for actions in candidates:
+        timeline = judge(step, actions)
+        yield (
+            timeline if limit is None or timeline.peak_bytes <= limit else judge(step, with_room(step, actions, limit))
+        )
 
 
 def _or_infinite(limit: float | None) -> float:

@@ -8,7 +8,6 @@ them.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from ctdr_lightning.memory.search.frontier import Others
 from ctdr_lightning.memory.simulator.actions import KEEP, Action, Actions, Compress, Offload, Recompute, action_of
@@ -24,37 +23,27 @@ from ctdr_lightning.memory.traces.trace import Trace
 FREE_KINDS = ("two_valued", "bool", "index", "sign_only")
 
 
-def others_of(step: Prepared, codecs: Iterable[CodecCost], *, waits: bool = False) -> Others:
+def others_of(step: Prepared, codecs: Iterable[CodecCost]) -> Others:
     """The other actions of each saved value that has any.
 
     Args:
         step: The recorded step, with its links.
         codecs: Those that may be used.
-        waits: Whether a value may also go and come back with the step waiting for both.
     """
     trace, costs, found = step.trace, list(codecs), dict[int, tuple[Action, ...]]()
     for value in trace.saved:
         facts = facts_of(trace)[value]
         if facts.movable:
             free = _free_codec(costs, facts)
-            held: list[Action] = [Compress((free,))] if free else _asked(costs, facts)
+            held = [Compress((free,))] if free else _asked(costs, facts)
             moved = [Offload(link.to, (free,) if free else ()) for link in trace.links]
-            if waits:
-                moved += [_waited_for(step, value, action) for action in moved]
             if held or moved:
                 found[value] = (*held, *moved)
     return found
 
 
-def _waited_for(step: Prepared, value: int, action: Offload) -> Offload:
-    """The action without overlap: gone when the forward is done with the value, back when the backward asks for it."""
-    done = step.index.alive_until[value]
-    asked = [tick for save in step.trace.values[value].saves for tick in save.unpacked if tick > done]
-    return replace(action, out_at=done, gone_by=done, back_at=min(asked, default=-1))
-
-
 def moved_to(others: Others, holder: str) -> dict[int, Action]:
-    """Of other actions those that move values to a holder; of two for a value the one that the step waits for."""
+    """Of other actions those that move values to a holder."""
     return {v: a for v, found in others.items() for a in found if isinstance(a, Offload) and a.to == holder}
 
 
@@ -73,7 +62,7 @@ def _free_codec(costs: Iterable[CodecCost], facts: Facts) -> str:
     return min(fitting, key=lambda c: c.payload_bits).name if fitting else ""
 
 
-def _asked(costs: Iterable[CodecCost], facts: Facts) -> list[Action]:
+def _asked(costs: Iterable[CodecCost], facts: Facts) -> list[Compress]:
     return [Compress((c.name,)) for c in costs if not c.only_faster and c.needs in facts.kinds]
 
 

@@ -42,7 +42,7 @@ class Timetable:
         """The ticks of everything that a plan moves over the link.
 
         Args:
-            actions: The plan's, with those ticks that were chosen.
+            actions: The plan's, their ticks open.
         """
         moved = {v: a for v, a in actions.items() if isinstance(a, Offload) and a.to == self._to}
         found = settled(self._simulator, moved) if moved else {}
@@ -81,16 +81,15 @@ class Timetable:
 
         Args:
             value: The value that moves.
-            action: Its action, with those ticks that were chosen.
+            action: Its action.
         """
         trace = self._trace
         out_s, back_s = self._lasts(value, action)
-        made = max(trace.ops[trace.values[value].op].tick, action.out_at)
+        made = trace.ops[trace.values[value].op].tick
         at = bisect_right(self._outs, (made, float("inf")))
         before_s = self._outs[at - 1][1] if at else 0.0
         away_s = max(before_s, self._start_s(made + 1)) + out_s
-        gone = max(action.gone_by, made) if action.gone_by >= 0 else self._first_after(away_s)
-        late_s = max(self._late_after(at, away_s), away_s - self._start_s(gone + 1) if action.gone_by >= 0 else 0.0)
+        gone, late_s = self._first_after(away_s), max(self._late_after(at, away_s), 0.0)
         needed = self._simulator.needed(value)[0]
         if needed is None:
             return Offload(self._to, action.codecs, made, gone), late_s
@@ -98,7 +97,7 @@ class Timetable:
         next_s = self._begins[place - 1] if place else float("inf")
         begin_s = min(next_s, self._start_s(needed)) - back_s
         first = self._bells[0] if self._bells else needed
-        heard = heard_before(trace, self._tick_at(begin_s), first) if action.back_at < 0 else action.back_at
+        heard = heard_before(trace, self._tick_at(begin_s), first)
         back = min(max(heard, gone + 1), needed)
         own_s = max(self._start_s(back) - begin_s, 0.0)
         others_s = self._shift(place, begin_s)

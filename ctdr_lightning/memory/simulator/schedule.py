@@ -2,7 +2,7 @@
 
 Out: sent as soon as its op has run, and waited for at the first op by which its lane has it away. Back: asked for at
 the latest tick that the tape hears and that still hides the transfer, the last needed value first. So both directions'
-memory follows from the link, and the step waits only where the link is too slow.
+memory follows from the link, and the step waits only where the link is too slow; ``room`` adds the waits for room.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def test_a_move_is_taken_back_for_what_it_waits():
 )
 def test_no_policy_that_moves_is_ahead(net, times):
     trace = linked(net, times)
-    for share in (0.8, 0.5):
+    for share in (0.8, 0.5, 0.35):
         budget = at(trace, share)
         found = POLICIES["auto"](trace, budget)
         for name in MOVING:
