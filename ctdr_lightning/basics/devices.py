@@ -5,7 +5,7 @@ Only the figures of this machine's processor are measured.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -96,7 +96,7 @@ def device_model(name: str | None = None) -> DeviceModel:
 
 
 def model_of(device: torch.device) -> DeviceModel:
-    """Rates of a device that is here; a GPU that is not in the table counts as an A100.
+    """Rates of a device that is here, with the memory that it has; a GPU not in the table counts as an A100.
 
     Args:
         device: The device.
@@ -105,9 +105,17 @@ def model_of(device: torch.device) -> DeviceModel:
 
     if device.type != "cuda":
         return device_model()
-    found = _plain(torch.cuda.get_device_name(device))
-    named = [name for name in DEVICES if _plain(name) in found]
-    return DEVICES[max(named, key=len, default="a100")]  # an L40S is no L4
+    found = torch.cuda.get_device_properties(device)
+    return _card_here(found.name, found.total_memory)
+
+
+@lru_cache
+def _card_here(reported: str, memory_bytes: int) -> DeviceModel:
+    """The longest name within a reported one, of its rows the nearest in memory: an L40S is no L4."""
+    named = [name for name in DEVICES if _plain(name) in _plain(reported)]
+    base = max(named, key=len, default="a100")
+    rows = [row for name, row in DEVICES.items() if name == base or name.startswith(f"{base}-")]
+    return replace(min(rows, key=lambda row: abs(row.memory_bytes - memory_bytes)), memory_bytes=memory_bytes)
 
 
 def _plain(name: str) -> str:

@@ -53,6 +53,18 @@ class InfeasibleBudgetError(CTDRError, RuntimeError):
         hint = f"{remedy[0].upper()}{remedy[1:]}; or {self.hint[0].lower()}{self.hint[1:]}"
         return InfeasibleBudgetError(self.problem, hint, least_peak_bytes=self.least_peak_bytes)
 
+    def or_else(self, remedy: str) -> InfeasibleBudgetError:
+        """The same error with a further remedy after its own; the same where there is none.
+
+        Example:
+            >>> print(InfeasibleBudgetError("Nothing fits.", "Raise it.").or_else("use a disk").hint)
+            Raise it; or use a disk.
+        """
+        if not remedy:
+            return self
+        hint = f"{self.hint.removesuffix('.')}; or {remedy}."
+        return InfeasibleBudgetError(self.problem, hint, least_peak_bytes=self.least_peak_bytes)
+
 
 class OffloadError(CTDRError, RuntimeError):
     """A tensor could not be moved away or brought back: a disk that is full, a limit that is reached."""

@@ -18,6 +18,7 @@ from ctdr_lightning.decomposition.report import MOST_ERROR, Report
 from ctdr_lightning.joint.considered import OPTION_HEAD, Considered, Option, options_of
 from ctdr_lightning.memory.lean.tiles import tiles_in_words
 from ctdr_lightning.memory.plans.plan import Plan
+from ctdr_lightning.memory.traces.trace import Trace
 
 BUDGET_FIT_VERSION = 2
 # In nats: a digits CNN that was trained loses 2e-5 at a quarter of its weights, and 2e-11 as it was drawn.
@@ -97,6 +98,8 @@ class BudgetFit(_Numbers):
         tiles: From names of modules to their numbers of tiles, where they run so: the plan is for steps whose forward
             runs in ``TiledModules(model, fit.tiles)``.
         search_s: Seconds that the choice took.
+        dense_step: The dense model's step on the recorded batch, with all resident bytes; None where the fit was read
+            from JSON, which leaves it out.
     """
 
     choices: Choices
@@ -106,6 +109,7 @@ class BudgetFit(_Numbers):
     metric: MetricChange | None = None
     leaving_out: tuple[str, ...] = ()
     tiles: Mapping[str, int] = field(default_factory=dict)
+    dense_step: Trace | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -155,6 +159,7 @@ class BudgetFit(_Numbers):
         metric = [f"In the metric: {self.metric}."] if self.metric is not None else []
         return [
             f"Chosen{budget}: {what}, {how}.",
+            *(f"Reason: {row.reason}." for row in self.considered if row.reason),
             f"Parameters: {self.parameters_before:,} -> {self.parameters_after:,}.",
             f"Peak of a step: dense {format_bytes(self.dense_peak_bytes)}, chosen without a plan "
             f"{format_bytes(self.keep_peak_bytes)}, with it {format_bytes(self.peak_bytes)} predicted, "
@@ -200,7 +205,7 @@ class BudgetFit(_Numbers):
             path: File to write; it is complete or absent, never half-written.
         """
         plain: dict[str, Any] = {"kind": "budget fit", "version": BUDGET_FIT_VERSION}
-        plain |= {part.name: getattr(self, part.name) for part in fields(self)}
+        plain |= {part.name: getattr(self, part.name) for part in fields(self) if part.name != "dense_step"}
         plain |= {"tiles": dict(self.tiles), "choices": self.choices.to_dict(), "plan": json.loads(self.plan.to_json())}
         plain |= {name: plain_of(getattr(self, name)) for name in ("report", "considered", "metric")}
         text = json.dumps(plain, indent=1) + "\n"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ctdr_lightning.basics.units import format_bytes
 
-_CHOSEN = ("chosen", "given")  # outcomes of the answer
+CHOSEN, GIVEN = "chosen", "given"  # outcomes of the answer
 _MOST_OPTIONS = 6
 OPTION_HEAD = ("", "model", "parameters", "peak", "time", "loss (nats)")
 
@@ -25,7 +25,7 @@ class Considered:
         seconds: Predicted seconds under its plan; 0 where none fits.
         loss: Measured KL(dense || candidate) in nats; -1 where it was not measured.
         measured_slowdown: Its step in dense steps, timed in turns; 0 where it was not timed.
-        outcome: Its outcome, in words.
+        outcome: Its outcome, in words; the answer's begins with ``"chosen"`` and has the reason after a colon.
         metric: Its metric, refined; None where it was not measured.
     """
 
@@ -40,6 +40,16 @@ class Considered:
     outcome: str
     metric: float | None = None
 
+    @property
+    def is_chosen(self) -> bool:
+        """Whether it is the answer."""
+        return self.outcome.partition(":")[0] in (CHOSEN, GIVEN)
+
+    @property
+    def reason(self) -> str:
+        """The rule of the search that chose it; empty for all others, and where it was given."""
+        return self.outcome.partition(": ")[2] if self.is_chosen else ""
+
 
 @dataclass(frozen=True)
 class Option:
@@ -53,6 +63,7 @@ class Option:
         is_timed: Whether the clock measured that; otherwise it is predicted.
         loss: KL(dense || it) of the outputs in nats, before any training.
         is_chosen: Whether it is the answer.
+        reason: The rule of the search that chose it; empty for all others.
     """
 
     model: str
@@ -62,6 +73,7 @@ class Option:
     is_timed: bool
     loss: float
     is_chosen: bool
+    reason: str = ""
 
     def cells(self) -> tuple[str, ...]:
         """A row under `OPTION_HEAD`.
@@ -88,7 +100,7 @@ def options_of(considered: Sequence[Considered], dense_s: float) -> tuple[Option
         By rising loss.
     """
     dense = [row for row in considered if row.resource == "dense"]
-    ends = [*dense, *(row for row in considered if row.outcome in _CHOSEN and row not in dense)]
+    ends = [*dense, *(row for row in considered if row.is_chosen and row not in dense)]
     rest = [row for row in considered if row not in ends and row.seconds and row.loss >= 0]
     front = [row for row in rest if not any(_beats(other, row, dense_s) for other in (*ends, *rest) if other != row)]
     shown = [*ends, *sorted(front, key=lambda row: row.loss)][:_MOST_OPTIONS]
@@ -112,5 +124,6 @@ def _option(row: Considered, dense_s: float) -> Option:
         slowdown=_slowdown(row, dense_s) if row.seconds else 0.0,
         is_timed=bool(row.measured_slowdown),
         loss=0.0 if row.resource == "dense" else row.loss,
-        is_chosen=row.outcome in _CHOSEN,
+        is_chosen=row.is_chosen,
+        reason=row.reason,
     )

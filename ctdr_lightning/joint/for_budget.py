@@ -251,6 +251,7 @@ def _fit(
         measured_peak_bytes=found.measured_peak_bytes,
         considered=tuple(search.considered.values()),
         search_s=search_s,
+        dense_step=search.dense_step,
     )
 
 

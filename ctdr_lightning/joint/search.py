@@ -32,15 +32,16 @@ from ctdr_lightning.decomposition.choose.choices import Choices
 from ctdr_lightning.decomposition.trials.bench import Bench, Trial
 from ctdr_lightning.joint.allowance import Allowance
 from ctdr_lightning.joint.budget_fit import CLOCK_ERROR
-from ctdr_lightning.joint.considered import Considered
+from ctdr_lightning.joint.considered import CHOSEN, GIVEN, Considered
 from ctdr_lightning.joint.ladders import DENSE, RESOURCES, SHARES, Ladders, Rung, between
 from ctdr_lightning.joint.priced_choice import Limits, PricedChoice
 from ctdr_lightning.joint.pricing import Pricer
-from ctdr_lightning.joint.shortfall import PREDICTION_ERROR, Shortfall
+from ctdr_lightning.joint.shortfall import PREDICTION_ERROR, Shortfall, within
 from ctdr_lightning.joint.turns import RealStep, in_turns
 from ctdr_lightning.joint.twins import twin_with, unmoved
 from ctdr_lightning.memory.bounds.lower_bound import floor_bytes
 from ctdr_lightning.memory.simulator.simulator import Simulator
+from ctdr_lightning.memory.traces.trace import Trace
 
 # So much longer than wished a harmless cut may take, and the dense model where it is preferred. Not tuned.
 PATIENT = 1.25
@@ -50,6 +51,9 @@ _DENSE_ERROR = 1.6
 _ROOM = 1.02  # 2 % less memory is not worth a longer step
 _UNKNOWN_LOSS = -1.0
 _PATIENCE = 2  # without a budget so many shares in a row may have a larger peak than the least of their ladder
+
+
+Ordered = tuple[PricedChoice, str]  # and the reason, should it be the answer
 
 
 class JointSearch:
@@ -67,6 +71,7 @@ class JointSearch:
 
     Attributes:
         considered: A row for every candidate, in the order in which they were looked at.
+        dense_step: The dense model's step, with all resident bytes; None before it was looked at.
     """
 
     def __init__(
@@ -88,6 +93,7 @@ class JointSearch:
         self._seen: list[object] = []
         self._looked: list[PricedChoice] = []
         self.considered: dict[tuple[float, str], Considered] = {}
+        self.dense_step: Trace | None = None
 
     def run(self) -> PricedChoice:
         """The answer.
@@ -98,7 +104,7 @@ class JointSearch:
         for slowdown, allowance in self._passes():
             found = self._first(slowdown, allowance)
             if found is not None:
-                return self.keep(found.told(outcome="chosen"))
+                return self.keep(found)
         raise self._infeasible()
 
     def _passes(self) -> list[tuple[float, Allowance]]:
@@ -111,14 +117,15 @@ class JointSearch:
         return list(dict.fromkeys(found))
 
     def _first(self, slowdown: float, allowance: Allowance) -> PricedChoice | None:
-        """The first candidate within a time and an allowed loss, the dense model before all others; None if none is."""
+        """The first candidate within a time and an allowed loss, with the reason; None if there is none."""
         self._relax(slowdown)
         self._allowance = allowance
         dense = self.look(DENSE)
-        for candidate in self._by_loss(dense) if self._limits.peak_bytes is not None else self._by_bytes(dense):
+        ordered = self._by_loss(dense) if self._limits.peak_bytes is not None else self._by_bytes(dense)
+        for candidate, reason in ordered:
             tested = self._tested(candidate)
             if tested.may_be:
-                return tested
+                return tested.told(outcome=f"{CHOSEN}: {reason}")
             self.keep(tested)
         return None
 
@@ -144,7 +151,7 @@ class JointSearch:
         if not found.may_be:
             self._shortfall.least = found
             raise self._infeasible()
-        return self.keep(found.told(outcome="given"))
+        return self.keep(found.told(outcome=GIVEN))
 
     def look(self, rung: Rung) -> PricedChoice:
         """Price a rung and plan its step; its outcome says where it breaks the limits."""
@@ -154,6 +161,8 @@ class JointSearch:
         self._note()
         with doing("record"):
             price = self._pricer.price(rung.choices)
+        if rung == DENSE:
+            self.dense_step = price.trace
         keep_bytes = Simulator(price.trace).peak_bytes
         loss = _UNKNOWN_LOSS if rung.choices.factorized else 0.0
         row = Considered(rung.share, rung.resource, price.parameters, keep_bytes, keep_bytes, 0.0, loss, 0.0, "")
@@ -265,34 +274,36 @@ class JointSearch:
         self._ladders.keep(found.rung, trial)
         return replace(found, trial=trial).told(loss=trial.divergence, metric=metric, outcome=outcome)
 
-    def _by_loss(self, dense: PricedChoice) -> Iterator[PricedChoice]:
+    def _by_loss(self, dense: PricedChoice) -> Iterator[Ordered]:
         """By rising measured loss: the dense model, then of each ladder's next candidate the better one.
 
         One that loses nothing is tried before another ladder is begun.
         """
+        fits = f"fits{within(self._limits)}"
         if dense.may_be:
-            yield dense
+            yield dense, f"the dense model {fits}"
         heads: list[tuple[PricedChoice, Iterator[PricedChoice]]] = []
         for ladder in map(self._ladder, RESOURCES):
             while (head := next(ladder, None)) is not None and self._loses_nothing(head):
-                yield head
+                yield head, f"the first that {fits} and loses next to nothing, {self._negligible():.1g} nats or less"
             heads += [(head, ladder)] if head is not None else []
         while heads:
             best, ladder = min(heads, key=lambda pair: pair[0].row.loss)
-            yield best
+            yield best, f"the least loss of those looked at whose step {fits}"
             heads = [pair for pair in heads if pair[1] is not ladder]
             heads += [(head, ladder) for head in (next(ladder, None),) if head is not None]
 
-    def _by_bytes(self, dense: PricedChoice) -> Iterator[PricedChoice]:
+    def _by_bytes(self, dense: PricedChoice) -> Iterator[Ordered]:
         """By rising peak, the dense model last; larger shares only if no smaller one is the answer."""
+        time = within(self._limits)
         ladders = [self._allowed(resource) for resource in RESOURCES]
         while found := [candidate for ladder in ladders for candidate in _while_falling(ladder)]:
             for candidate in sorted(found, key=lambda candidate: candidate.row.peak_bytes):
                 judged = self.judged(candidate)
                 if judged.may_be and not (dense.may_be and judged.row.peak_bytes >= dense.row.peak_bytes):
-                    yield judged
+                    yield judged, f"of the cuts whose loss is allowed the least peak{time}"
         if dense.may_be:
-            yield dense
+            yield dense, f"no cut whose loss is allowed has a smaller peak{time}"
 
     def _allowed(self, resource: str) -> Iterator[PricedChoice]:
         """Candidates by rising share, from the smallest on whose loss may be allowed."""

@@ -52,7 +52,7 @@ class Shortfall:
         row, least = self.least.row, self._thriftiest(self.least, math.inf)
         wanted = format_bytes(limits.peak_bytes) if limits.peak_bytes else "the loss and the time allowed"
         return InfeasibleBudgetError(
-            f"No ranks and plan fit {wanted}{_within(limits)}: the least peak found is "
+            f"No ranks and plan fit {wanted}{within(limits)}: the least peak found is "
             f"{format_bytes(least.peak_bytes)} in x{self._slowdown(least):.2f}, at {row.share:.0%} of the "
             f"{row.resource}, where the outputs' KL is {row.loss:.4f} nats.",
             remedy or self._remedy(least, limits, [row for row in rows if row.seconds]),
@@ -91,7 +91,8 @@ class Shortfall:
         return f"Raise memory_budget to {', or to '.join(ways)}, or use a smaller batch."
 
 
-def _within(limits: Limits) -> str:
+def within(limits: Limits) -> str:
+    """The time allowed, in words; empty for any."""
     return f" within x{limits.slowdown:g} of the dense step's time" if math.isfinite(limits.slowdown) else ""
 
 

@@ -14,6 +14,11 @@ LEFT, RIGHT, TOP, BOTTOM = 84, 16, 16, 44
 # Two of each bucket are kept, so that a curve has at most this many points: three a pixel's width.
 MOST_POINTS = 2600
 COLOURS = 8  # as many as page.css has
+_RADIUS = 6  # of a dot
+# Of a name in page.css's 12 pixels: the mean width of a letter in a wide typeface, and the height about its base line.
+_LETTER, _ASCENT, _DESCENT = 7.2, 11, 3
+# Base lines of names below their dot's centre: above it, below it, beside it, then a line farther at a time.
+_LINES_DOWN = (-9, 17, 4, -23, 31, -37, 45, -51, 59)
 Format = Callable[[float], str]
 
 
@@ -114,23 +119,51 @@ def line_chart(
 
 
 def scatter(dots: Sequence[Dot], x: Axis, y: Axis, *, what: str) -> Markup:
-    """Points, each with its name."""
+    """Points, each with its name where one fits beside it; the pointer shows all names."""
     across = _scale([dot.x for dot in dots], x, LEFT, WIDTH - RIGHT)
     up = _scale([dot.y for dot in dots], y, HEIGHT - BOTTOM, TOP + 14)
+    centres = [(across(dot.x), up(dot.y)) for dot in dots]
+    taken = [_Box(cx - _RADIUS, cy - _RADIUS, cx + _RADIUS, cy + _RADIUS) for cx, cy in centres]
     drawn = []
-    for dot in dots:
-        at = {"cx": across(dot.x), "cy": up(dot.y)}
+    for dot, (cx, cy) in zip(dots, centres, strict=True):
         title = element("title", f"{dot.name}: {x.label} {x.show(dot.x)}, {y.label} {y.show(dot.y)}")
-        mark = element("circle", title, r=6, class_=f"dot c{dot.colour % COLOURS}", **at)
-        label = _beside_dot(dot.name, at["cx"], at["cy"])
+        mark = element("circle", title, r=_RADIUS, class_=f"dot c{dot.colour % COLOURS}", cx=cx, cy=cy)
+        label = _beside_dot(dot.name, cx, cy, taken)
         drawn.append(element("a", mark, label, href=f"#{dot.link}") if dot.link else joined([mark, label]))
     return element("figure", _svg(_grid(x, y, across, up), *drawn, what=what), class_="scatter")
 
 
-def _beside_dot(name: str, x: float, y: float) -> Markup:
-    """A dot's name, towards the side that has more room."""
+@dataclass(frozen=True)
+class _Box:
+    """A rectangle of the picture that is taken."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def meets(self, other: _Box) -> bool:
+        return (
+            self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
+        )
+
+
+def _beside_dot(name: str, x: float, y: float, taken: list[_Box]) -> Markup | None:
+    """A dot's name in the first free place, which is then taken; None where there is none.
+
+    The side with more room comes before the other one, places near the dot before those a line away.
+    """
     left = x > (LEFT + WIDTH - RIGHT) / 2
-    return element("text", name, x=x - 9 if left else x + 9, y=y - 7, class_="name end" if left else "name")
+    for down in _LINES_DOWN:
+        for end in (left, not left):
+            at_x, at_y = x - 9 if end else x + 9, y + down
+            begin = at_x - _LETTER * len(name) if end else at_x
+            box = _Box(begin, at_y - _ASCENT, begin + _LETTER * len(name), at_y + _DESCENT)
+            inside = box.left >= LEFT and box.right <= WIDTH and box.top >= 0 and box.bottom <= HEIGHT - BOTTOM
+            if inside and not any(box.meets(other) for other in taken):
+                taken.append(box)
+                return element("text", name, x=at_x, y=at_y, class_="name end" if end else "name")
+    return None
 
 
 def stacked_bar(parts: Sequence[tuple[str, float, str]], whole: float, *, what: str) -> Markup:

@@ -23,14 +23,17 @@ def option_section(options: Sequence[Option]) -> Markup | None:
     if not options:
         return None
     head = ["model", "parameters", "peak", "time", "loss (nats)", ""]
-    told = element("p", "Predicted peaks. The loss is that of the outputs before any training.", class_="note")
+    reasons = [f"Chosen: {option.reason}." for option in options if option.reason]
+    told = " ".join(["Predicted peaks. The loss is that of the outputs before any training.", *reasons])
     dots = [
         Dot(option.model, option.peak_bytes, option.slowdown, _CHOSEN if option.is_chosen else _OTHER)
         for option in options
         if option.slowdown
     ]
     picture = scatter(dots, MEMORY, _TIME, what="Time against the peak of each option") if len(dots) > 1 else None
-    return section("Options under the budget", told, table(head, map(_row, options)), picture)
+    return section(
+        "Options under the budget", element("p", told, class_="note"), table(head, map(_row, options)), picture
+    )
 
 
 def _row(option: Option) -> list[object]:

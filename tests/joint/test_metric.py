@@ -180,7 +180,7 @@ def test_the_metric_of_the_answer_is_that_of_the_model_as_the_user_gets_it(fitte
 
 def test_the_account_names_the_metric_and_is_read_again(fitted):
     fit = fitted[2]
-    chosen = next(row for row in fit.considered if row.outcome == "chosen")
+    chosen = next(row for row in fit.considered if row.is_chosen)
     assert chosen.metric == fit.metric.chosen
     assert f"In the metric: MulticlassAccuracy 1.0000 dense, {fit.metric.chosen:.4f} chosen on 1 batch" in str(fit)
     again = BudgetFit.from_json(fit.to_json())

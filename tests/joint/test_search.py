@@ -34,6 +34,12 @@ def test_without_a_budget_few_candidates_are_tried(monkeypatch, max_loss):
     )
     assert fit.loss <= max_loss
     assert fit.is_dense == (max_loss < 1e-6)
+    reason = next(option.reason for option in fit.options if option.is_chosen)
+    rule = (
+        "no cut whose loss is allowed has a smaller peak" if fit.is_dense else "of the cuts whose loss is allowed the"
+    )
+    assert reason.startswith(rule)
+    assert reason.endswith(" within x50 of the dense step's time")
     assert len(tried) <= 2 + 2 * 2 * 6  # four ways once, then two; six shares a ladder at most
 
 

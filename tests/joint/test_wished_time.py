@@ -37,6 +37,13 @@ def clock(monkeypatch):
     monkeypatch.setattr(search, "in_turns", in_turns)
 
 
+def reason(fit):
+    """Why the marked option was chosen, as it is said."""
+    found = [option.reason for option in fit.options if option.is_chosen]
+    assert [f"Reason: {said}." for said in found] == fit.sentences()[1:2]
+    return found[0]
+
+
 @pytest.mark.usefixtures("clock")
 def test_a_slow_exact_plan_is_better_than_a_cut_that_loses(bounds, monkeypatch):
     monkeypatch.setattr(for_budget, "USUAL_LOSS", 1e-9)
@@ -44,6 +51,7 @@ def test_a_slow_exact_plan_is_better_than_a_cut_that_loses(bounds, monkeypatch):
     assert fit.is_dense
     assert fit.measured_slowdown == 2.0
     assert "No cut was found that is faster and as good; max_slowdown= makes the time a limit." in fit.sentences()
+    assert reason(fit) == "the dense model fits"
 
 
 @pytest.mark.usefixtures("clock")
@@ -53,6 +61,7 @@ def test_a_fast_cut_that_loses_next_to_nothing_is_better_than_a_slow_exact_plan(
     fit = chosen(sum(bounds) // 2)
     assert not fit.is_dense
     assert any(said.startswith("Without any cut this budget costs x") for said in fit.sentences())
+    assert reason(fit).startswith("the first that fits within x1 of the dense step's time and loses next to nothing, ")
 
 
 def test_where_nothing_fits_within_the_wish_the_time_gives_way_and_not_the_run(bounds, monkeypatch):
@@ -63,6 +72,7 @@ def test_where_nothing_fits_within_the_wish_the_time_gives_way_and_not_the_run(b
     assert fit.peak_bytes <= budget
     assert fit.measured_slowdown == 3.0
     assert any(said.startswith("Without any cut no plan goes below") for said in fit.sentences())
+    assert reason(fit) == "the least loss of those looked at whose step fits"
     with pytest.raises(InfeasibleBudgetError, match="within x1 of the dense step's time"):
         chosen(budget, max_slowdown=1.0)
 

@@ -108,6 +108,45 @@ def test_a_dots_name_stands_on_the_side_that_has_room():
     assert float(second) < WIDTH
 
 
+def names_of(picture):
+    """The names that are drawn, each with its box, a letter of 12 pixels counted as 6.5 wide."""
+    read, found = Reader(picture), {}
+    for name, a in zip((t for t in read.text("text") if t.startswith("run ")), read.all("text", "name"), strict=True):
+        left = float(a["x"]) - (6.5 * len(name) if "end" in a["class"] else 0)
+        found[name] = (left, float(a["y"]) - 10, left + 6.5 * len(name), float(a["y"]) + 2)
+    return found
+
+
+def meet(one, other):
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
+CORNERS = [(x, y) for x in (1.0, 10.0) for y in (1.0, 10.0)]
+
+
+@pytest.mark.parametrize("near", [0.0, 0.1, 0.3])
+@pytest.mark.parametrize("corner", CORNERS)
+def test_names_of_dots_that_are_close_do_not_meet(corner, near):
+    cluster = [(corner[0] + near * i, corner[1] + near * (i % 2)) for i in range(3)]
+    places = [*CORNERS, *cluster]
+    axis = Axis("x", str)
+    picture = scatter([Dot(f"run {i} of the lot", *place) for i, place in enumerate(places)], axis, axis, what="dots")
+    boxes = names_of(picture)
+    assert len(boxes) == len(places)
+    assert not [(a, b) for a in boxes for b in boxes if a < b and meet(boxes[a], boxes[b])]
+    dots = [(float(dot["cx"]), float(dot["cy"])) for dot in Reader(picture).all("circle", "dot")]
+    assert not [(a, d) for a, box in boxes.items() for d in dots if meet(box, (d[0] - 5, d[1] - 5, d[0] + 5, d[1] + 5))]
+
+
+def test_of_many_dots_in_one_place_all_names_are_under_the_pointer():
+    axis = Axis("x", str)
+    picture = scatter([Dot(f"run {i}", 1.0, 1.0) for i in range(30)], axis, axis, what="dots")
+    boxes = names_of(picture)
+    assert 4 <= len(boxes) < 30
+    assert not [(a, b) for a in boxes for b in boxes if a < b and meet(boxes[a], boxes[b])]
+    assert sum(title.startswith("run ") for title in Reader(picture).text("title")) == 30
+
+
 def test_what_stands_in_a_run_cannot_break_the_page(parts):
     evil = "</script><script>alert(1)</script>"
     record = replace(parts.record, name=evil, settings={evil: evil}, events=(evil,))
@@ -145,7 +184,7 @@ def test_a_run_that_measured_nothing_has_no_columns_for_it(parts):
 
 def test_the_options_of_a_choice_are_a_table_and_a_picture_of_those_that_fit(parts):
     options = (
-        Option("dense", 1000, 2**21, 1.25, True, 0.0, True),
+        Option("dense", 1000, 2**21, 1.25, True, 0.0, True, "the dense model fits"),
         Option("50% of the seconds", 500, 2**20, 0.75, False, 0.5, False),
         Option("75% of the seconds", 750, 2**22, 0.0, False, 0.25, False),
     )
@@ -155,6 +194,7 @@ def test_the_options_of_a_choice_are_a_table_and_a_picture_of_those_that_fit(par
     assert cells[at : at + 6] == ["dense", "1,000", "2.0 MiB", "x1.25 timed", "0", "chosen"]
     assert {"x0.75 predicted", "at least 4.0 MiB", "no plan fits"} <= set(cells)
     assert [dot["class"] for dot in read.all("circle", "dot") if dot["r"] == "6"] == ["dot c1", "dot c0"]
+    assert any(told.endswith(" Chosen: the dense model fits.") for told in read.text("p"))
     assert "Options under the budget" not in run_page(RunParts(parts.record, parts.plan))
 
 

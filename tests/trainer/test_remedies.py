@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
-from ctdr_lightning import CTDRCallback
+from ctdr_lightning import Choices, CTDRCallback
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.units import parse_bytes
 from ctdr_lightning.cli import main
@@ -111,6 +111,39 @@ def test_a_rank_is_named_that_is_low_enough():
     share = int(re.search(r"a rank that leaves about (\d+)% of the weights", error.hint)[1])
     peak = fit(heavy(), "10MiB", gradient_clip_val=1.0, optimizer_state="disk", rank=0.01 * share)
     assert peak <= parse_bytes("10MiB")
+
+
+DEFAULT = "; or leave rank=None out, and layers are decomposed where nothing exact fits."
+
+
+def test_the_default_rank_is_named_and_fits():
+    error = refused(heavy(), "7MiB", data="train")
+    assert error.hint.endswith(DEFAULT)
+    assert fit(heavy(), "7MiB", data="train", rank="if_needed") <= parse_bytes("7MiB")
+
+
+def by_hand():
+    module, batch_size = heavy()
+    module.automatic_optimization = False
+    return module, batch_size
+
+
+def without_layers():
+    return Net(nn.LayerNorm((1, 2**20))), 1
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (heavy, {"data": None}),
+        (heavy, {"data": "train", "sub_batches": 2}),
+        (heavy, {"data": "train", "choices": Choices({})}),
+        (by_hand, {"data": "train"}),
+        (without_layers, {"data": "train"}),
+    ],
+)
+def test_the_default_rank_is_not_named_where_it_decomposes_nothing(make, options):
+    assert "rank=None" not in refused(make(), "7MiB", **options).hint
 
 
 def convolutions():

@@ -37,8 +37,9 @@ class Card:
         for name, value in {
             "is_initialized": lambda: True,
             "current_device": lambda: 0,
-            "get_device_properties": lambda device=None: SimpleNamespace(total_memory=self.total_bytes),
-            "get_device_name": lambda device=None: "NVIDIA A100-SXM4-80GB",
+            "get_device_properties": lambda device=None: SimpleNamespace(
+                name="NVIDIA A100-SXM4-80GB", total_memory=self.total_bytes
+            ),
             "memory_stats_as_nested_dict": lambda device=None: self.stats(),
             "memory_stats": refused,
             "reset_peak_memory_stats": lambda device=None: self.reset(),

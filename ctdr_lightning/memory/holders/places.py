@@ -16,11 +16,8 @@ from ctdr_lightning.memory.traces.facts import facts_of
 from ctdr_lightning.memory.traces.machine import CodecCost, Link
 from ctdr_lightning.memory.traces.trace import Trace
 
-# Sustained rates of pinned copies, 80 % of the bus: PCIe 3 x16 for the older cards, 4 for those of 2020, 5 for Hopper.
-_HOST_BYTES_PER_S = {
-    "v100": 12e9, "t4": 12e9, "rtx3090": 24e9, "rtx4090": 24e9, "l4": 12e9, "a10g": 24e9, "a100": 24e9, "h100": 50e9,
-    "h200": 50e9,
-}  # fmt: skip
+# Sustained rates of pinned copies, 80 % of the bus: PCIe 3 x16 for Volta and Turing, 4 for Ampere and Ada, 5 later.
+_HOST_BYTES_PER_S = {7: 12e9, 8: 24e9, 9: 50e9, 10: 50e9, 12: 50e9}  # by the compute capability's major number
 _NVME = Link("disk", 2e9, 3e9, latency_s=1e-4, granule=4096)  # one NVMe drive, sustained
 # A codec of a few elementwise passes reads and writes about six times its input.
 _PASSES = 6
@@ -114,6 +111,11 @@ class Places:
         codecs = () if self.by_default and device != "cpu" else self.codecs
         return replace(self, device=device, codecs=codecs)
 
+    @property
+    def drops_zeros(self) -> bool:
+        """Whether a codec leaves zeros out, so that recorded steps are to count them."""
+        return any(CODECS[name].drops_zeros for name in self.codecs)
+
     def holders(self) -> Holders:
         """The holders, each made when it is first used."""
         return Holders(HolderOptions(self.folder, None, self.device))
@@ -142,8 +144,11 @@ class Places:
             name: A name in the device table, such as ``"a100"``.
             trace: The recorded step.
         """
-        host = Link("host", _HOST_BYTES_PER_S[name], _HOST_BYTES_PER_S[name], latency_s=1e-5, granule=512)
-        costs = [_table_cost(codec, DEVICES[name]) for codec in _useful(self.codecs, trace)]
+        device = DEVICES[name]
+        assert device.compute_capability is not None
+        rate = _HOST_BYTES_PER_S[device.compute_capability[0]]
+        host = Link("host", rate, rate, latency_s=1e-5, granule=512)
+        costs = [_table_cost(codec, device) for codec in _useful(self.codecs, trace)]
         return [{"host": host, "disk": _NVME}[to] for to in self.offload if to in ("host", "disk")], costs
 
     def equip(self, trace: Trace, device_name: str | None = None) -> Trace:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchmetrics import Metric
 
 from ctdr_lightning.basics.duplicate import duplicate
 from ctdr_lightning.basics.errors import ConfigError
@@ -38,7 +39,7 @@ def measure(trainer: Any, module: nn.Module, monitor: str) -> float:
     device = trainer.strategy.root_device
     with isolated(), _silence():
         inner = _evaluator(trainer, device)
-        inner.validate(duplicate(module), dataloaders=trainer.val_dataloaders, verbose=False)
+        inner.validate(_ready_to_log(module), dataloaders=trainer.val_dataloaders, verbose=False)
     value = logged_metric(inner.callback_metrics, monitor).to(device, torch.float32)
     return float(trainer.strategy.reduce(value, reduce_op="mean") if trainer.world_size > 1 else value)
 
@@ -55,6 +56,25 @@ def logged_metric(metrics: dict[str, torch.Tensor], monitor: str) -> torch.Tenso
             f"Logged: {', '.join(map(str, metrics)) or 'nothing'}.",
         )
     return metrics[monitor].detach()
+
+
+def _ready_to_log(module: nn.Module) -> Any:
+    """A copy that logs its own metrics.
+
+    Lightning finds a logged Metric by its id, in a table that it makes at the first one; the copied table has the ids
+    of the module's metrics. So the copy gives the name along.
+    """
+    copy: Any = duplicate(module)
+    names = {id(part): name for name, part in copy.named_modules() if isinstance(part, Metric)}
+    log = copy.log
+
+    def log_by_name(name: str, value: Any, *args: Any, **options: Any) -> None:
+        if id(value) in names:
+            options.setdefault("metric_attribute", names[id(value)])
+        log(name, value, *args, **options)
+
+    copy.log = log_by_name
+    return copy
 
 
 def _evaluator(trainer: Any, device: torch.device) -> Any:

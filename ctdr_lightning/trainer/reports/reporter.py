@@ -216,10 +216,9 @@ class Reporter:
             type(module).__name__,
             self._report(module),
             self._memory.last_plan,
-            self.fit.options if self.fit is not None else (),
+            self.fit,
             parameters_before=self._surgeon.parameters_before or after,
             parameters_after=after,
-            dense_peak_bytes=self.fit.dense_peak_bytes if self.fit is not None else 0,
         )
         publish_run(trainer.loggers, parts)
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ctdr_lightning.decomposition import Report
-from ctdr_lightning.joint.considered import Option
-from ctdr_lightning.memory import Plan
+from ctdr_lightning.joint.budget_fit import BudgetFit
+from ctdr_lightning.memory import Plan, simulate
+from ctdr_lightning.memory.simulator.timeline import Timeline
 from ctdr_lightning.pages.run_page import RunParts
 from ctdr_lightning.pages.run_record import RunRecord, finite, layer_rows
 
@@ -39,7 +40,7 @@ class RunHistory:
         self._events.append(event)
 
     def parts(
-        self, name: str, report: Report | None, plan: Plan | None, options: tuple[Option, ...], **sizes: int
+        self, name: str, report: Report | None, plan: Plan | None, fit: BudgetFit | None, **sizes: int
     ) -> RunParts:
         """The run in the form of a page.
 
@@ -47,8 +48,8 @@ class RunHistory:
             name: Of the run.
             report: The decomposition; None without one.
             plan: The memory plan; None if there is none.
-            options: Of the choice of ranks.
-            sizes: ``parameters_before``, ``parameters_after`` and ``dense_peak_bytes`` of the record.
+            fit: The choice of ranks for a budget; None without one.
+            sizes: ``parameters_before`` and ``parameters_after`` of the record.
         """
         record = RunRecord(
             name=name,
@@ -57,6 +58,14 @@ class RunHistory:
             layers=layer_rows(report),
             history=tuple(self._entries),
             events=tuple(self._events),
-            options=options,
+            options=fit.options if fit is not None else (),
+            dense_peak_bytes=fit.dense_peak_bytes if fit is not None else 0,
         )
-        return RunParts(record, plan)
+        return RunParts(record, plan, _dense_timeline(fit))
+
+
+def _dense_timeline(fit: BudgetFit | None) -> Timeline | None:
+    """The dense step beside the plan's; None where the choice left all layers dense, whose step the plan's own is."""
+    if fit is None or fit.is_dense or fit.dense_step is None:
+        return None
+    return simulate(fit.dense_step)

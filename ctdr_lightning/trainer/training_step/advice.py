@@ -11,8 +11,9 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
-from ctdr_lightning.basics.errors import InfeasibleBudgetError
+from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError
 from ctdr_lightning.basics.units import format_bytes, format_roomy
+from ctdr_lightning.decomposition.choose.select import find_layers
 from ctdr_lightning.memory.account.advice import MEMORY, Change, nearest
 from ctdr_lightning.memory.account.batch import BatchAccount
 from ctdr_lightning.memory.account.fit import least_peak_bytes, planned_peak_bytes
@@ -20,7 +21,9 @@ from ctdr_lightning.memory.helpful_places import place_that_fits
 from ctdr_lightning.memory.holders.optimizer_bytes import elsewhere, leaner, predict
 from ctdr_lightning.memory.holders.optimizer_state import state_away_of
 from ctdr_lightning.memory.traces.optimizer import OptimizerBytes
-from ctdr_lightning.trainer.options import CallbackOptions
+from ctdr_lightning.trainer.options import IF_NEEDED, CallbackOptions
+from ctdr_lightning.trainer.strategies import check_strategy
+from ctdr_lightning.trainer.structure import factorized_names
 from ctdr_lightning.trainer.training_step.optimizer.in_backward import hindrance
 from ctdr_lightning.trainer.training_step.optimizer.resident import local_bytes
 from ctdr_lightning.trainer.training_step.sub_batches.peaks import SubBatchPeaks
@@ -53,16 +56,18 @@ class Adviser:
 
     def advised(self, error: InfeasibleBudgetError) -> InfeasibleBudgetError:
         """The error of forward and backward, with the nearest change before its own hint."""
-        found = nearest(self.changes(error.least_peak_bytes), self.budget_bytes)
-        return error.but_first(str(found)) if found is not None else error
+        return self._with_changes(error, error.least_peak_bytes)
 
     def optimizer_error(self) -> InfeasibleBudgetError:
         """The error of the optimizer's step, with a budget that is enough for forward and backward too."""
         step_bytes = least_peak_bytes(self.account.standing, self.account.rest_bytes, self.options.policy)
         rank = self._lower_rank(max(self.account.rest_bytes, step_bytes))
         error = optimizer_does_not_fit(self.account, self.budget_bytes, step_bytes, rank)
-        found = nearest(self.changes(step_bytes), self.budget_bytes)
-        return error.but_first(str(found)) if found is not None else error
+        return self._with_changes(error, step_bytes)
+
+    def _with_changes(self, error: InfeasibleBudgetError, least_bytes: int) -> InfeasibleBudgetError:
+        found = nearest(self.changes(least_bytes), self.budget_bytes)
+        return error.but_first(str(found) if found is not None else "").or_else(self._default_rank())
 
     def changes(self, least_bytes: int) -> Iterator[Change]:
         """The changes, those that cost no time first; each is tried when it is asked for.
@@ -114,6 +119,20 @@ class Adviser:
             account = self.account.stepping_inside(sizes, found)
             peak_bytes = planned_peak_bytes(account, self.budget_bytes, options.policy)
             yield Change(MEMORY, "optimizer_step", "in_backward", account, peak_bytes)
+
+    def _default_rank(self) -> str:
+        """The default instead of ``rank=None``, in words; empty where it could decompose no layer."""
+        options, module = self.options, self.module
+        dense = options.rank is None and options.choices is None and not factorized_names(module)
+        if not dense or not replace(options, rank=IF_NEEDED).fits_budget or not module.automatic_optimization:
+            return ""
+        try:
+            check_strategy(self.trainer.strategy, cuts=True, changes=False, allow_untested=options.allow_untested)
+            layers = find_layers(module, options.select)
+        except ConfigError:
+            return ""
+        open_layers = [layer for layer in layers if not layer.refusal]
+        return "leave rank=None out, and layers are decomposed where nothing exact fits" if open_layers else ""
 
     def _lower_rank(self, least_bytes: int) -> str:
         """The share of the weights that would fit, in words; empty where fewer weights are not enough."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from ctdr_lightning.basics.devices import DEVICES
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.memory import record
 from ctdr_lightning.memory.codecs import CODECS
@@ -64,6 +65,13 @@ def test_a_trace_is_put_on_this_machine_or_on_one_of_the_table(tmp_path):
     assert [link.to for link in there.links] == ["host", "disk"]
     assert there.links[0].out_bytes_per_s == 24e9
     assert Places().equip(trace) is trace
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_each_card_of_the_table_has_a_link_to_its_host(name):
+    trace = record(lambda: nn.Linear(2, 2)(torch.ones(1, 2)).sum())
+    link = Places.read(["host"], None, None).equip(trace, name).links[0]
+    assert link.out_bytes_per_s == {7: 12e9, 8: 24e9}.get(DEVICES[name].compute_capability[0], 50e9)
 
 
 def test_codecs_that_nobody_asked_for_are_for_processors_alone():

@@ -11,6 +11,8 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
+from torchmetrics import SumMetric
+from torchmetrics.classification import MulticlassAccuracy
 
 from ctdr_lightning import CTDRCallback, Ranks, Recovery
 from ctdr_lightning.basics.errors import ConfigError
@@ -222,6 +224,36 @@ def test_measuring_leaves_random_state_logs_and_modes_alone():
     quiet = Recovery(batchnorm_batches=0, monitor="val_acc", reference=1.0)
     measured = Recovery(batchnorm_batches=0, monitor="val_acc", reference="measure")
     assert parts.same(losses(quiet), losses(measured))
+
+
+class Counted(parts.Blobs):
+    """Logs a metric object of torchmetrics; another one counts every validation step and is never reset."""
+
+    def __init__(self):
+        super().__init__()
+        self.accuracy, self.steps = MulticlassAccuracy(4), SumMetric()
+
+    def validation_step(self, batch, batch_idx):
+        self.accuracy.update(self(batch[0]), batch[1])
+        self.steps.update(1)
+        self.log("val_acc", self.accuracy)
+
+
+@pytest.mark.parametrize("cut_epoch", [0, 1])
+def test_a_metric_object_is_measured_on_a_copy(cut_epoch):
+    values = []
+
+    class Validated(Callback):
+        def on_validation_end(self, trainer, pl_module):
+            values.append(float(trainer.callback_metrics["val_acc"]))
+
+    recovery = Recovery(cut_epochs=[cut_epoch], monitor="val_acc", reference="measure", stop_when_recovered=False)
+    callback, module = CTDRCallback(rank=0.5, recovery=recovery, policy="keep", verbose=False), Counted()
+    parts.fit(module, callback, Validated(), max_epochs=2)
+    assert callback.run.coach.progress.reference == pytest.approx(values[cut_epoch])  # the first is the sanity check's
+    assert callback.run.coach.progress.raw is not None
+    assert len(values) == 3
+    assert module.steps.compute() == 2 * len(values)
 
 
 @pytest.mark.parametrize("policy", ["keep", "sqrt"])

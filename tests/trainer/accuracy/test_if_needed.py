@@ -1,12 +1,15 @@
 """A memory budget and no other argument: layers are cut only where no exact plan is good enough."""
 
+import json
 import math
+import re
 from functools import partial
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn import functional
@@ -97,6 +100,18 @@ def test_a_harmless_cut_takes_the_place_of_an_exact_plan_of_over_a_quarter_more_
     assert made.fit.measured_slowdown == (0.5 if cut else slowdown)
     assert made.fit.options[0].model == "dense"
     assert sum(option.is_chosen for option in made.fit.options) == 1
+
+
+@pytest.mark.usefixtures("harmless")
+def test_the_page_of_a_run_that_was_cut_draws_the_dense_step_too(bounds, plans_take, tmp_path):
+    plans_take(3.0)
+    made = callback(sum(bounds) // 2)
+    fit(module(), made, logger=CSVLogger(tmp_path))
+    (page,) = tmp_path.rglob("report.html")
+    memory = next(json.loads(found) for found in re.findall(r'(\{"curves".*?)</script>', page.read_text()))
+    peaks = {curve["name"]: max(curve["ys"]) for curve in memory["curves"]}
+    assert peaks["dense model"] == pytest.approx(made.fit.dense_peak_bytes, rel=1e-5)
+    assert len(peaks) > 1
 
 
 def test_an_untrained_network_is_not_cut_however_slow_the_exact_plan(bounds, plans_take):
