@@ -136,11 +136,14 @@ class _Programs:
 
 
 def _window(entry: LayerInput, link: Link, starts_s: np.ndarray) -> tuple[int, int]:
-    """The ticks between which a tensor's memory is free: after its way out, before its way back begins."""
+    """The ticks between which a tensor's memory is free: after its way out, before its way back begins.
+
+    None lies between where the link is too slow for both.
+    """
     out_s, in_s = (SLACK * seconds for seconds in link.seconds(entry.n_bytes))
     left = int(np.searchsorted(starts_s, starts_s[entry.read + 1] + out_s)) - 1
     back = int(np.searchsorted(starts_s, starts_s[entry.needed] - in_s, side="right")) - 1
-    return max(left, entry.read), min(back, entry.needed)
+    return min(max(left, entry.read), entry.needed), min(max(back, 0), entry.needed)
 
 
 def _points(live: np.ndarray, windows: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:

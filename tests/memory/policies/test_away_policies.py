@@ -151,6 +151,31 @@ def test_flashneuron_moves_the_first_of_the_forward_and_no_more_than_it_must():
     assert {action.to for action in tight.values()} == {"disk"}
 
 
+@pytest.mark.parametrize(("times", "narrows"), [(0.5, False), (4.0, True)])
+def test_flashneuron_writes_in_half_precision_only_what_the_step_cannot_hide(times, narrows):
+    """``times`` steps move all saved values one way; the largest are narrowed first, and no more than needed."""
+    trace = benched("residual")[2]
+    rate = sum(trace.value_bytes(v) for v in trace.saved) / (trace.seconds * times)
+    trace = trace.with_machine([Link("disk", rate, rate)], COSTS)
+    away = plan(trace, None, "flashneuron").away
+    narrow = {v for v, action in away.items() if action.codecs == ("bf16",)}
+    assert bool(narrow) == narrows
+    if narrows:
+        wide = {v for v, action in away.items() if not action.codecs and "float" in facts_of(trace)[v].kinds}
+        assert min(map(trace.value_bytes, narrow)) >= max(map(trace.value_bytes, wide), default=0)
+
+
+def test_autotm_hides_what_its_link_can_hide_and_waits_for_the_rest():
+    """On a link that hides nothing every move is waited for at once; on a fast one no move is."""
+    step = step_of("residual")
+    for times, waits in ((0.1, False), (50.0, True)):
+        rate = sum(step.trace.value_bytes(v) for v in step.trace.saved) / (step.trace.seconds * times)
+        trace = step.trace.with_machine([Link(to, rate, rate) for to in ("host", "disk")])
+        made = plan(trace, limit(trace, 0.6), "autotm")
+        assert made.away
+        assert all(action.gone_by == action.out_at for action in made.away.values()) == waits
+
+
 def test_gist_encodes_by_reader_and_is_lossy_only_where_that_is_allowed():
     trace = benched("googlenet")[2]
     lossless = plan(trace, None, "gist")
