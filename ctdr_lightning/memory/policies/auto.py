@@ -25,6 +25,7 @@ from ctdr_lightning.memory.bounds.lower_bound import floor_bytes
 from ctdr_lightning.memory.bounds.rounds import MOST_ROUNDS
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
+from ctdr_lightning.memory.search.belady import swapped
 from ctdr_lightning.memory.search.fastest import N_HALVINGS, Fastest, smallest_within
 from ctdr_lightning.memory.search.frontier import Others, Point
 from ctdr_lightning.memory.search.local_search import LocalSearch
@@ -50,6 +51,8 @@ OPS_PER_TIME_LIMIT, SLOWEST = 2_000, 3
 CODECS_SHARE, LINKS_SHARE = 0.1, 0.5
 # A step that takes less than this share longer has nothing to win by them.
 WORTH_OTHERS = 0.005
+# Of the plans of recomputation that take too much, so many are tried with swaps. Not tuned.
+N_SWAPPED = 16
 NOTHING = 1e-6  # sums of seconds differ by rounding
 
 
@@ -70,7 +73,7 @@ def auto(step: Prepared, budget: Budget) -> Timeline:
         assert limit is not None
         best = Fastest(step, search, limit, max(1, round(MOST_ROUNDS * _patience(budget)))).run(_evicted(step, budget))
     made = judge(step, search.frontier.actions(best))
-    return min([made, *_with_others(step, budget, made, search.work)], key=lambda plan: _rank(plan, budget))
+    return min([made, *_with_others(step, budget, made, search)], key=lambda plan: _rank(plan, budget))
 
 
 def _evicted(step: Prepared, budget: Budget) -> Iterator[Actions]:
@@ -83,14 +86,14 @@ def _evicted(step: Prepared, budget: Budget) -> Iterator[Actions]:
             yield POLICIES["dtr"](step, budget).actions
 
 
-def _with_others(step: Prepared, budget: Budget, made: Timeline, work: int) -> list[Timeline]:
+def _with_others(step: Prepared, budget: Budget, made: Timeline, known: LocalSearch) -> list[Timeline]:
     """A plan that also moves values and writes them in fewer bytes; none where that has nothing to win.
 
     Args:
         step: The step.
         budget: The budget.
         made: The best plan of keeping and recomputing.
-        work: Work of the search for it.
+        known: The search for it.
     """
     trace, fits = step.trace, not _rank(made, budget)[0]
     others = others_of(step, trace.codecs if fits else trace.asked_codecs)
@@ -102,25 +105,25 @@ def _with_others(step: Prepared, budget: Budget, made: Timeline, work: int) -> l
         return [judge(step, search.frontier.actions(_smallest(step, search, made, budget.seconds)))]
     limit = budget.peak_bytes
     assert limit is not None
-    swapped = list(_swapped(step, budget))
-    starts = [{}, made.actions, *(moved_to(others, link.to) for link in trace.links), *(p.actions for p in swapped)]
-    found = _best_from(search, starts, limit, trace.seconds, work=None if trace.links else work)
-    return [judge(step, search.frontier.actions(found)), *swapped, *_with_room(step, search, limit)]
-
-
-def _swapped(step: Prepared, budget: Budget) -> Iterator[Timeline]:
-    """The plan of Belady's rule, whose transfers the step waits for: the search moves only as far as links hide it."""
-    if step.trace.links:
-        with suppress(InfeasibleBudgetError):
-            yield POLICIES["swapadvisor"](step, budget)
+    starts = [{}, made.actions, *(moved_to(others, link.to) for link in trace.links)]
+    starts += [swapped(step, limit, {})] if trace.links else []
+    found = _best_from(search, starts, limit, trace.seconds, work=None if trace.links else known.work)
+    plans = [judge(step, search.frontier.actions(found))]
+    return [*plans, *_with_room(step, search, limit), *_swapped(step, known, limit)] if trace.links else plans
 
 
 def _with_room(step: Prepared, search: LocalSearch, limit: int) -> Iterator[Timeline]:
-    """Plans that take too many bytes but less time than the one that fits, with waits for transfers."""
-    if step.trace.links:
-        for point in search.frontier:
-            if point.peak_bytes > limit:
-                yield judge(step, with_room(step, search.frontier.actions(point), limit))
+    """Plans that take too many bytes, with waits for transfers: the search moves only as far as links hide it."""
+    for point in search.frontier:
+        if point.peak_bytes > limit:
+            yield judge(step, with_room(step, search.frontier.actions(point), limit))
+
+
+def _swapped(step: Prepared, known: LocalSearch, limit: int) -> Iterator[Timeline]:
+    """The plain step and plans of recomputation that take too many bytes, with what they keep swapped."""
+    over = [known.frontier.actions(point) for point in known.frontier if point.peak_bytes > limit]
+    for actions in ({}, *over[:: max(1, len(over) // N_SWAPPED)]):
+        yield judge(step, with_room(step, swapped(step, limit, actions), limit))
 
 
 def _may_pay(step: Prepared, budget: Budget, made: Timeline) -> bool:

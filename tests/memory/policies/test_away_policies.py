@@ -12,7 +12,7 @@ from ctdr_lightning.memory import POLICIES, RECOMPUTE, Budget, Plan, Prepared, S
 from ctdr_lightning.memory.codecs import CODECS
 from ctdr_lightning.memory.holders import HolderOptions
 from ctdr_lightning.memory.holders.base import Holders
-from ctdr_lightning.memory.policies.swapadvisor import _evict
+from ctdr_lightning.memory.search.belady import evicted
 from ctdr_lightning.memory.search.layered import LayerInput
 from ctdr_lightning.memory.search.others import free_codecs
 from ctdr_lightning.memory.simulator.actions import Compress, Offload
@@ -259,7 +259,7 @@ def test_swapadvisor_evicts_what_is_needed_last_of_what_is_there(seed):
                 break
             wanted.append(max(there, key=lambda e: (e.needed, e.n_bytes)))
             left[wanted[-1].read + 1 : wanted[-1].needed] -= wanted[-1].n_bytes
-    assert _evict(live, inputs, limit_bytes) == wanted
+    assert evicted(live, inputs, limit_bytes) == wanted
     assert live.tolist() == left.tolist()
 
 
