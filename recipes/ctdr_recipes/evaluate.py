@@ -1,20 +1,22 @@
-"""The evaluation of CTDR: nine networks, each dense, decomposed, recomputed, offloaded, and by CTDR.
+"""The evaluation of CTDR: nine networks, each under seven techniques at four limits.
 
     ctdr recipes run evaluate                             # predictions at full size, for an A100
     ctdr recipes run evaluate --parts measured accuracy   # what this machine can measure, at small sizes
     ctdr recipes run evaluate --nets LeNet GPT-2 --device h100
 
-Every part that is done is written to ``FOLDER/evaluation.json`` at once; a part that is there is not done again. Beside
-it lie ``evaluation.md``, ``evaluation.csv`` and ``evaluation.png``.
+Every technique of a network that is done is written to ``FOLDER/evaluation.json`` at once; what is there is not done
+again. Beside it lie ``evaluation.md``, ``evaluation.csv`` and ``evaluation.png``.
 """
 
 from __future__ import annotations
 
 import argparse
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
+from time import perf_counter
 
 import torch
 
@@ -26,8 +28,10 @@ from ctdr_recipes.evaluation.learned import TASKS, learn
 from ctdr_recipes.evaluation.measured import measure
 from ctdr_recipes.evaluation.nets import FULL, SMALL
 from ctdr_recipes.evaluation.picture import draw_evaluation
-from ctdr_recipes.evaluation.predicted import Row, predict, with_batches
+from ctdr_recipes.evaluation.predicted import Variant, anatomies, largest_batch, predict, variants
+from ctdr_recipes.evaluation.rows import Row
 from ctdr_recipes.evaluation.tables import Evaluation, as_markdown
+from ctdr_recipes.evaluation.techniques import TECHNIQUES
 
 PARTS = ("predicted", "batches", "measured", "accuracy")
 
@@ -38,45 +42,57 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:2], help="the first two by default")
     parser.add_argument("--nets", nargs="+", choices=list(FULL), default=list(FULL), help="all by default")
     parser.add_argument("--device", default="a100", help="the GPU that predictions are for; a100 by default")
-    parser.add_argument("--precision", choices=list(PRECISIONS), default="32-true", help="of the predictions")
+    parser.add_argument("--precision", choices=list(PRECISIONS), default="tf32", help="of the predictions")
     parser.add_argument("--folder", type=Path, default=Path("outputs/evaluation"))
     options = parser.parse_args(arguments)
     path = options.folder / "evaluation.json"
-    found = (
-        Evaluation.from_json(path.read_text())
-        if path.exists()
-        else Evaluation(_about(options.device, options.precision))
-    )
-    asked = {*options.parts, *(["predicted"] if "batches" in options.parts else [])}
-    for name in options.nets:
-        for part in (part for part in PARTS[:3] if part in asked):
-            if not _done(found, name, part):
-                found = _with_net(found, name, part, options)
-                _write(found, options.folder)
-    for task in TASKS if "accuracy" in options.parts else ():
-        if not any(row.task == task for row in found.learned):
-            found = replace(found, learned=(*found.learned, learn(task, TASKS[task])))
+    started = Evaluation(_about(options.device, options.precision))
+    found = Evaluation.from_json(path.read_text()) if path.exists() else started
+    for part in (part for part in PARTS if part in options.parts):
+        for more in _more(found, part, options):
+            found = more
             _write(found, options.folder)
     _write(found, options.folder)
     print(as_markdown(found))
 
 
-def _done(found: Evaluation, name: str, part: str) -> bool:
-    if part == "batches":
-        return any(row.net == name and row.largest_batch for row in found.rows)
-    return any((row.net, row.source) == (name, part) for row in found.rows)
+def _more(found: Evaluation, part: str, options: argparse.Namespace) -> Iterator[Evaluation]:
+    """The figures with each thing that a part adds to them, one after the other."""
+    if part == "accuracy":
+        for task in (task for task in TASKS if not any(row.task == task for row in found.learned)):
+            found = replace(found, learned=(*found.learned, learn(task, TASKS[task])))
+            yield found
+        return
+    for name in options.nets:
+        if part == "measured":
+            if not any((row.net, row.source) == (name, part) for row in found.rows):
+                found = replace(found, rows=(*found.rows, *measure(name, SMALL[name])))
+                yield found
+            continue
+        of = variants(FULL[name], options.device, options.precision)
+        for technique in _missing(found, name, part):
+            start = perf_counter()
+            found = _with(found, name, part, technique, of)
+            print(f"{name}: {part}, {technique}: {perf_counter() - start:.0f} s", flush=True)
+            yield found
 
 
-def _with_net(found: Evaluation, name: str, part: str, options: argparse.Namespace) -> Evaluation:
-    print(f"{name}: {part} ...", flush=True)
-    if part == "measured":
-        return replace(found, rows=(*found.rows, *measure(name, SMALL[name])))
+def _missing(found: Evaluation, name: str, part: str) -> list[str]:
+    """The techniques of a network that a part of the predictions has not."""
+    rows = found.batches if part == "batches" else [row for row in found.rows if row.source == part]
+    return [
+        technique for technique in TECHNIQUES if (name, technique) not in {(row.net, row.technique) for row in rows}
+    ]
+
+
+def _with(found: Evaluation, name: str, part: str, technique: str, of: dict[str, Variant]) -> Evaluation:
     if part == "batches":
-        own = [row for row in found.rows if (row.net, row.source) == (name, "predicted")]
-        others = [row for row in found.rows if row not in own]
-        return replace(found, rows=(*others, *with_batches(own, FULL[name], options.device, options.precision)))
-    rows, anatomies = predict(name, FULL[name], options.device, options.precision)
-    return replace(found, rows=(*found.rows, *rows), anatomies=(*found.anatomies, *anatomies))
+        return replace(found, batches=(*found.batches, largest_batch(name, FULL[name], of, technique)))
+    known = any(row.net == name for row in found.anatomies)
+    more = [] if known else anatomies(name, FULL[name], of)
+    rows = predict(name, FULL[name], of, technique)
+    about = {**found.about, "predicted on": date.today().isoformat()}
+    return replace(found, about=about, rows=(*found.rows, *rows), anatomies=(*found.anatomies, *more))
 
 
 def _write(found: Evaluation, folder: Path) -> None:
@@ -88,7 +104,7 @@ def _write(found: Evaluation, folder: Path) -> None:
 
 def _about(device: str, precision: str) -> dict[str, str]:
     return {
-        "predictions": f"for one {device} in {precision} by a roofline model, with its own kernels; none was run",
+        "predictions": f"for one {device} in {precision}: its operators, times by a model of its kernels; nothing ran",
         "measurements": f"{platform.machine()} processor, one thread, true peaks with weights, gradients and Adam",
         "versions": f"ctdr-lightning {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
     }

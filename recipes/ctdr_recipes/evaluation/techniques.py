@@ -1,12 +1,12 @@
-"""Five ways to train one network: unchanged, smaller, with less kept, with less held here, and CTDR.
+"""Ways to train one network: unchanged, smaller, with less kept, with less held here, and CTDR.
 
-Each but the first two is planned for the same share of the dense step's peak, so that their times can be compared: the
-peak is given, the time is what it costs.
+All are held to the same limits, shares of the dense step's peak, so that their times can be compared: the peak is
+given, the time is what it costs. None takes a plan from another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,17 +21,23 @@ from ctdr_lightning.decomposition.layers.surgery import walk
 from ctdr_lightning.decomposition.methods.base import Method, Ranks
 from ctdr_lightning.decomposition.shapes.geometry import Geometry
 from ctdr_lightning.decomposition.shapes.layer_kinds import KINDS, kind_of
-from ctdr_lightning.memory import Plan, Trace, plan
+from ctdr_lightning.memory import POLICIES, Plan, Trace
 from ctdr_lightning.memory.holders.places import Places
+from ctdr_lightning.memory.plans.budget import Budget
+from ctdr_lightning.memory.simulator.actions import Keep, Offload
+from ctdr_lightning.memory.simulator.prepared import Prepared, prepared
+from ctdr_lightning.memory.simulator.schedule import judge
+from ctdr_lightning.memory.simulator.timeline import Timeline
 
-DENSE, DECOMPOSED, RECOMPUTED, OFFLOADED, CTDR = "dense", "decomposition", "recomputation", "offload", "CTDR"
-TECHNIQUES = (DENSE, DECOMPOSED, RECOMPUTED, OFFLOADED, CTDR)
+DENSE, DECOMPOSED, CHECKPOINTED = "dense", "decomposition", "checkpoint a block"
+RECOMPUTED, OFFLOADED, EXACT, CTDR = "recomputation", "offload", "CTDR exact", "CTDR with ranks"
+TECHNIQUES = (DENSE, DECOMPOSED, CHECKPOINTED, RECOMPUTED, OFFLOADED, EXACT, CTDR)
 SHARE = 0.25  # of each layer's parameters; the first and the last layer stay dense
-BUDGET_SHARE = 0.45  # of the dense step's peak
-# Policies that put tensors away and make none again; the fastest plan of them that fits is taken.
-_MOVERS = ("vdnn_plus", "tflms")
-# A search that is asked again does not always find the very same least peak: 2 % is given on top, 5 % if need be.
-_ROOM = (1.02, 1.05, 1.2)
+LIMITS = (0.8, 0.6, 0.45, 0.3)  # of the dense step's peak
+BUDGET_SHARE = 0.45  # the limit of the promise and of the main tables
+# Policies that raise an error name the least peak that they found; so much more lets them make that plan again.
+_ROOM = (1.0, 1.02, 1.05)
+_USUAL_S = Budget().time_limit_s
 
 
 @dataclass(frozen=True)
@@ -39,12 +45,14 @@ class Outcome:
     """A step under one technique.
 
     Attributes:
-        plan: The fastest plan found for the limit; where none fits, one near the least peak that was found.
+        plan: The fastest plan found for the limit; where none fits, the one with the least peak that was found.
         fits: Whether it is within the limit.
+        means: What it does, in words.
     """
 
     plan: Plan
     fits: bool
+    means: str = ""
 
 
 Planner = Callable[[Trace, int], Outcome]
@@ -88,45 +96,73 @@ def _largest_ranks(method: Method, geometry: Geometry, allowed: int) -> Ranks | 
 @PLANNERS.register(DECOMPOSED)
 def keep(trace: Trace, limit_bytes: int) -> Outcome:
     """Everything is kept, whatever the limit."""
-    made = plan(trace, policy="keep")
-    return Outcome(made, made.peak_bytes <= limit_bytes)
+    return fastest(trace, limit_bytes, ())
 
 
 @PLANNERS.register(RECOMPUTED)
 @PLANNERS.register(CTDR)
 def recompute(trace: Trace, limit_bytes: int) -> Outcome:
-    """The fastest plan of recomputation that fits."""
-    return _planned(trace, limit_bytes, "auto")
+    """The fastest plan of ``auto`` that fits: recomputation, and transfers where the trace has links."""
+    return fastest(trace, limit_bytes, ("auto",))
 
 
 @PLANNERS.register(OFFLOADED)
 def offload(trace: Trace, limit_bytes: int) -> Outcome:
-    """The fastest plan that moves tensors over the trace's link and makes none again."""
-    outcomes = [_planned(trace, limit_bytes, policy) for policy in _MOVERS]
-    fitting = [outcome for outcome in outcomes if outcome.fits]
-    if fitting:
-        return min(fitting, key=lambda outcome: outcome.plan.seconds)
-    return min(outcomes, key=lambda outcome: outcome.plan.peak_bytes)
+    """The fastest plan that moves tensors over the trace's links and makes none again, of all policies that do so."""
+    return fastest(trace, limit_bytes, movers())
 
 
-def _planned(trace: Trace, limit_bytes: int, policy: str) -> Outcome:
-    least = 0
-    for room in (0.0, *_ROOM):
+def movers() -> tuple[str, ...]:
+    """Names of the policies that move tensors, to the bit, and never recompute."""
+    moving = frozenset({Keep, Offload})
+    return tuple(name for name in POLICIES if POLICIES[name].uses == moving and POLICIES[name].exact)
+
+
+def fastest(
+    step: Trace | Prepared, limit_bytes: int, policies: Sequence[str], time_limit_s: float = _USUAL_S
+) -> Outcome:
+    """The fastest plan of some policies that fits; where none does, the one with the least peak.
+
+    Peaks are of tensors. A GPU's allocator is asked of none, as the recorded techniques cannot be planned around it.
+
+    Args:
+        step: The recorded step.
+        limit_bytes: Largest peak.
+        policies: Their names. The plan that keeps everything is always among the plans.
+        time_limit_s: For each policy's search.
+    """
+    step = prepared(step)
+    made = [Plan("keep", judge(step, {}), limit_bytes)]
+    for name in policies:
+        budget = Budget(peak_bytes=limit_bytes, time_limit_s=time_limit_s)
+        made += [Plan(name, timeline, limit_bytes) for timeline in _timelines(step, budget, name)]
+    fitting = [plan for plan in made if plan.peak_bytes <= limit_bytes]
+    best = min(fitting, key=_by_seconds) if fitting else min(made, key=lambda plan: (plan.peak_bytes, plan.seconds))
+    return Outcome(best, bool(fitting), _means(best))
+
+
+def _by_seconds(plan: Plan) -> tuple[float, int]:
+    return plan.seconds, plan.peak_bytes
+
+
+def _timelines(step: Prepared, budget: Budget, policy: str) -> Iterator[Timeline]:
+    """A policy's plan; where it finds none, the one near the least peak that it names."""
+    limit = budget.peak_bytes
+    assert limit is not None
+    for room in (None, *_ROOM):
+        asked = limit if room is None else int(room * limit)
         try:
-            return Outcome(plan(trace, limit_bytes if not room else int(room * least), policy), not room)
+            yield POLICIES[policy](step, Budget(peak_bytes=asked, time_limit_s=budget.time_limit_s))
+            return
         except InfeasibleBudgetError as error:
-            least = max(least, error.least_peak_bytes)
-    return Outcome(plan(trace, policy="keep"), False)
+            limit = max(limit, error.least_peak_bytes)
 
 
-def least_bytes(technique: str, trace: Trace, limit_bytes: int = 1) -> int:
-    """The peak of a plan of decomposition or recomputation for a limit; where none fits, the least that was found."""
-    if technique in (DENSE, DECOMPOSED):
-        return plan(trace, policy="keep").peak_bytes
-    try:
-        return plan(trace, limit_bytes).peak_bytes
-    except InfeasibleBudgetError as error:
-        return error.least_peak_bytes
+def _means(plan: Plan) -> str:
+    """A plan in words; empty where it keeps everything."""
+    done = {"recomputes": plan.timeline.replays, "moves": len(plan.away)}
+    parts = [f"{word} {n}" for word, n in done.items() if n]
+    return f"{plan.policy}: {', '.join(parts)}" if parts else ""
 
 
 def with_link(trace: Trace, device: str) -> Trace:
