@@ -77,7 +77,7 @@ class Memory:
         codecs: Codecs that may compress saved tensors: ``"exact"`` allows all that leave every gradient unchanged, a
             list of names allows these, None allows no codec; ``"auto"`` allows exact ones under a ``memory_budget``
             with policy ``"auto"`` on a processor, if the budget can be met and they make steps faster than
-            recomputation alone.
+            recomputation alone, and with the policies ``"cdma"``, ``"cswap"`` and ``"gist"`` the codecs they are about.
         optimizer_state: Where the optimizers' state waits between their steps: ``"host"`` (of a GPU), ``"disk"``,
             ``"8bit"`` for the device in a quarter of its bytes (rounded), or None for the device.
         optimizer_step: ``"in_backward"`` updates each parameter as its gradient is ready and frees the gradient, with

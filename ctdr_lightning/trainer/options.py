@@ -19,6 +19,8 @@ from ctdr_lightning.recovery.schedule import Recovery, read_yaml
 from ctdr_lightning.trainer.groups import Memory, Ranks, grouped
 
 AUTO, IF_NEEDED = "auto", "if_needed"
+# Published systems that are about codecs: who chooses one asks for its exact ones.
+_CODECS_OF = {"cdma": "zvc", "cswap": "zvc", "gist": "exact"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +127,7 @@ class CallbackOptions(Ranks, Memory):
         for_state_alone = self.optimizer_state == "disk" and "disk" not in (self.offload or ())
         folder = None if for_state_alone else self.disk_folder
         for_a_budget = self.memory_budget is not None and self.policy == "auto"
-        codecs = None if self.codecs == "auto" and not for_a_budget else self.codecs
+        codecs = _CODECS_OF.get(self.policy) if self.codecs == "auto" and not for_a_budget else self.codecs
         return Places.read(self.offload, folder, codecs)
 
     @property

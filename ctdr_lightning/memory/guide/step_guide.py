@@ -57,6 +57,7 @@ class StepGuide:
         verify: Which guided steps compare every value that comes back with what it was: the ``"first"`` of each kind
             under each setting of precision, algorithms and hooks and one in 500 after it, ``"always"`` or ``"never"``.
         verify_at_once: Whether each value is verified as it comes back: where gradients are used in the backward.
+        zeros: Whether recorded steps count zeros, as for `record`.
 
     Attributes:
         budget_bytes: The budget that steps without a plan are kept under; may be changed between steps.
@@ -80,9 +81,10 @@ class StepGuide:
         holders: Mapping[str, Holder] | None = None,
         verify: str = "first",
         verify_at_once: bool = False,
+        zeros: bool = False,
     ) -> None:
         self.events: list[Event] = []
-        self._verify, self._verify_at_once = check_verify(verify), verify_at_once
+        self._verify, self._verify_at_once, self._zeros = check_verify(verify), verify_at_once, zeros
         self.measured_peak_bytes = 0
         self.reached_bytes = 0
         self.exchanged = self.guided = self.writes_unseen = False
@@ -188,7 +190,9 @@ class StepGuide:
         root = self._root() if self._root is not None else None
         standing = (*root.parameters(), *root.buffers()) if root is not None else ()
         held = self._current.held if self._current is not None and not self._is_part else ()
-        self._recorder = Recorder(evictor=evictor, root=root, standing=standing, held=held, verify=self._verify)
+        self._recorder = Recorder(
+            evictor=evictor, root=root, standing=standing, held=held, verify=self._verify, zeros=self._zeros
+        )
         self._recorder.__enter__()
 
     def _goes_beyond(self, number: int) -> None:

@@ -4,10 +4,12 @@ Rhu et al., "Compressing DMA Engine: Leveraging Activation Sparsity for Training
 1705.01626.
 
 Reproduced: vDNN's transfers of the inputs of every layer or of convolutions, each written as a mask of a bit an element
-    and the elements that are not zero (zero-value compression), wherever a ReLU made the tensor.
+    and the elements that are not zero (zero-value compression), wherever a ReLU made the tensor or max-pooling after
+    one, however many zeros it has.
 Modelled: the paper compresses in the DMA engine at no cost; here the codec runs on the device, and its time counts.
-    Without the codec ``zvc`` the plans are vDNN's.
-Left out: the engine's buffers.
+    Sizes are foretold from the zeros of the recorded step, with 10 % more elements than these leave. Where nobody
+    counted them (fake tensors, named devices), tensors count as dense. Without the codec ``zvc`` the plans are vDNN's.
+Left out: the engine's buffers; the paper's other codecs, run lengths and zlib.
 Claimed: transfers 2.6 times smaller on average, which makes virtualized training 32 % faster.
 
 Complexity O(n log n).

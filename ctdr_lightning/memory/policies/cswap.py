@@ -3,10 +3,12 @@
 Chen et al., "CSWAP: A Self-Tuning Compression Framework for Accelerating Tensor Swapping in GPUs", IEEE CLUSTER 2021.
 
 Reproduced: of vDNN's transfers of every layer's input those are compressed whose exposed part gets shorter: the time to
-    encode, to move the compressed bytes, and to decode, against the time to move the tensor, both ways.
-Modelled: the part of a transfer that the layer's own forward and backward hide is not exposed. Times of the codec are
-    linear in the bytes, as measured on this machine, where the paper also learns how they grow with the zeros.
-Left out: Bayesian optimisation of the codec's launch parameters.
+    encode, to move the compressed bytes, and to decode, against the time to move the tensor, both ways. The
+    compressed bytes follow from the zeros of the recorded step, with 10 % more elements than these leave.
+Modelled: the part of a transfer that the layer's own forward and backward hide is not exposed. Times of link and codec
+    are lines in a tensor's bytes, measured on this machine (the codec's on contents of which half is zero).
+Left out: the paper's two learned models (of transfer and codec time, from size and sparsity); a new choice
+    as sparsity changes over epochs; its other codecs; Bayesian optimisation of the codec's launch parameters.
 Claimed: swaps take half the time (50.9 % less), training 20.7 % less than with vDNN.
 
 Complexity O(n log n).

@@ -3,11 +3,14 @@
 Jain et al., "Gist: Efficient Data Encoding for Deep Neural Network Training", ISCA 2018.
 
 Reproduced: Binarize (a ReLU that pooling and its own backward read needs a bit an element; pooling's argmax few bits);
-    sparse storage, dense compute, of ReLU outputs where more than a fifth is known to be zero; delayed precision
-    reduction of everything else, after the last forward use and only where the user allows a lossy codec.
+    sparse storage, dense compute, of other ReLU outputs, and of max-pooling after them, where more than a fifth was
+    zero in the recorded step; delayed precision reduction of every other float, after the last forward use and only
+    where the user allows a lossy codec.
 Modelled: sparse rows are a bit mask and the elements (``zvc``); an argmax takes 16 bits, not 4; reduced precision is
-    float8 or bfloat16, which PyTorch has, in the place of FP10 and FP16.
-Left out: in-place ReLU, which is the model's choice.
+    float8 or bfloat16, which PyTorch has, in the place of FP10 and FP16. The encodings are a ladder: none, all
+    lossless ones, all lossy ones as well.
+Left out: in-place ReLU, which is the model's choice; sparse storage where nobody counted zeros (fake tensors, named
+    devices).
 Claimed: half the memory at most, 1.8 times less on average, 4 % slower.
 
 Complexity O(n).

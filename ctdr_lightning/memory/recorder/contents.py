@@ -1,17 +1,21 @@
-"""Notices, in a recorded step, contents that change while no op writes them.
+"""Looks at contents in a recorded step: notices those that change while no op writes them, and counts zeros on request.
 
 Kernels that torch does not see (Triton, a C++ extension, NumPy) write past the dispatcher. Each storage is
-fingerprinted when its op has run and at each later read of the same contents. Fingerprints stay on the device until the
-step is over.
+fingerprinted when its op has run and at each later read of the same contents. Fingerprints and counts stay on the
+device until the step is over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ctdr_lightning.basics.torch_private import no_dispatch_modes
+from ctdr_lightning.memory.codecs.zvc import n_kept
+from ctdr_lightning.memory.traces.facts import may_have_zeros
 from ctdr_lightning.memory.traces.trace import WRITTEN_UNSEEN
 from ctdr_lightning.memory.values.fingerprint import Fingerprint, differing, has_contents, of_storage
 
@@ -87,3 +91,49 @@ class ContentsWatch:
             if any(last_intact.get(v, -1) >= tick for v in inputs):
                 found |= {v: READS_UNSEEN for v in outputs if v >= 0 and v not in found}
         return found
+
+
+class ZeroCounts:
+    """The elements that are not zero in saved values that may have many zeros: one reduction a value."""
+
+    def __init__(self) -> None:
+        self._may_have: dict[int, torch.dtype] = {}
+        self._kept: dict[int, tuple[Tensor, int]] = {}
+
+    def made(self, op: str, inputs: Sequence[int], out: Any, value_of: Callable[[Tensor], int]) -> None:
+        """Note an op of the forward that has run.
+
+        Args:
+            op: Its full name.
+            inputs: Ids of the values it read.
+            out: Its result.
+            value_of: From a tensor to the id of its value.
+        """
+        if may_have_zeros(op, of_zeros=any(v in self._may_have for v in inputs[:1])):
+            first = out[0] if type(out) in (tuple, list) else out
+            if has_contents(first) and first.is_floating_point():
+                self._may_have[value_of(first)] = first.dtype
+
+    def look(self, value: int, tensor: Tensor) -> None:
+        """Count in a value that autograd saves; twice is once.
+
+        Args:
+            value: Its id.
+            tensor: The saved tensor, which may be a view of the value.
+        """
+        dtype = self._may_have.get(value)
+        n = tensor.untyped_storage().nbytes() // dtype.itemsize if dtype is not None else 0
+        if not n or value in self._kept:
+            return
+        with no_dispatch_modes(), torch.no_grad():
+            flat = torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage(), 0, (n,), (1,))
+            self._kept[value] = n_kept(flat), n
+
+    def shares(self) -> dict[int, float]:
+        """The share of zeros by value id; one synchronisation for all that are on a GPU."""
+        if not self._kept:
+            return {}
+        counts, sizes = zip(*self._kept.values(), strict=True)
+        with no_dispatch_modes(), torch.no_grad():
+            kept = torch.stack([count.to(counts[-1].device) for count in counts]).tolist()
+        return {value: 1 - left / n for value, left, n in zip(self._kept, kept, sizes, strict=True)}

@@ -21,6 +21,7 @@ from ctdr_lightning.basics.devices import DeviceModel, device_model
 from ctdr_lightning.basics.errors import ConfigError, ReplayError
 from ctdr_lightning.basics.torch_private import FakeTensor, OpMode, OpOverload, graph_task_id, top_saved_tensors_hooks
 from ctdr_lightning.memory.recorder.call_seconds import CallSeconds
+from ctdr_lightning.memory.recorder.contents import ZeroCounts
 from ctdr_lightning.memory.recorder.cuda_clock import CudaClock
 from ctdr_lightning.memory.recorder.step_log import LoggedHandle, StepLog
 from ctdr_lightning.memory.recorder.workspace import WatchingClock, WorkspaceProbe
@@ -57,6 +58,7 @@ class Recorder(OpMode):
         standing: Tensors that are resident throughout and count, whether the step reads them or not: weights, buffers.
         held: Ticks of the ops whose replay gave other contents in an earlier attempt of the step.
         verify: As for a `Tape`: every evicted value is verified, unless it is ``"never"``.
+        zeros: Whether zeros are counted, as for `record`.
 
     Attributes:
         exchanged: Whether an op has exchanged data with other processes.
@@ -74,12 +76,14 @@ class Recorder(OpMode):
         standing: Iterable[Tensor] = (),
         held: Iterable[int] = (),
         verify: str = "first",
+        zeros: bool = False,
     ) -> None:
         super().__init__()
         self._standing = tuple(standing)
         self._held = frozenset(held)
         self._on_fakes = any(isinstance(tensor, FakeTensor) for tensor in self._standing)
         self.log = StepLog()
+        self._zeros = ZeroCounts() if zeros else None
         self.exchanged = self.resting = False
         self._model = model
         self.evictor = evictor
@@ -163,6 +167,8 @@ class Recorder(OpMode):
         rest_pin = "" if backward else self._shortcuts.note(log.n_ops, func, args, out)
         log.ran(func, args, kwargs, inputs, out, seconds, temp_bytes, pin, rest_pin)
         if not backward:
+            if self._zeros is not None:
+                self._zeros.made(traits(func).name, inputs, out, log.value_of)
             log.n_training = paths.training
             self._logging_s[log.n_ops - 1] = perf_counter() - start
         elif self.evictor is not None:
@@ -220,7 +226,10 @@ class Recorder(OpMode):
 
     def _pack(self, tensor: Tensor) -> LoggedHandle:
         value = self._online.pack(tensor) if self._online is not None else Value.holding(tensor)
-        return self.log.saved(value, tensor)
+        handle = self.log.saved(value, tensor)
+        if self._zeros is not None:
+            self._zeros.look(handle.saved.value, tensor)
+        return handle
 
     def _unpack(self, handle: LoggedHandle) -> Tensor:
         if self._active:
@@ -244,6 +253,8 @@ class Recorder(OpMode):
         measured = isinstance(clock, CpuClock)
         python_s = REPLAY_COST_IN_LOGGED_OPS * _typical_logging_s(found, self._logging_s) if measured else 0.0
         shares = self._shortcuts.shares() if measured else {}
+        if self._zeros is not None:
+            found = found.with_zeros(self._zeros.shares())
         return found.with_costs([clock.seconds(op.seconds) for op in found.ops], temps, python_s, shares)
 
 
@@ -282,6 +293,7 @@ def record(
     standing: Iterable[Tensor] = (),
     root: nn.Module | None = None,
     verify: str = "first",
+    zeros: bool = False,
 ) -> Trace:
     """Run a step once, forward and backward, and record it.
 
@@ -295,6 +307,8 @@ def record(
         standing: Weights and buffers that count in the peak even where the step does not read them.
         root: The module that module paths start from; None is each module that the step itself calls.
         verify: As for a `Tape`, of values that are evicted; ``"never"`` where the gradients are of no use.
+        zeros: Whether zeros are counted in saved outputs of ReLUs, and of max-pooling after them, which tells how small
+            the codec `zvc` makes them: one more read of each.
 
     Returns:
         The trace.
@@ -305,7 +319,7 @@ def record(
     """
     model = device_model(device) if isinstance(device, str) else device
     evictor = Evictor(budget_bytes) if budget_bytes is not None else None
-    recorder = Recorder(model, evictor, root=root, standing=standing, verify=verify)
+    recorder = Recorder(model, evictor, root=root, standing=standing, verify=verify, zeros=zeros)
     with recorder:
         loss = step()
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:

@@ -23,6 +23,7 @@ _SHORT = 2**15
 _POOLS = ("max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "adaptive_max_pool3d")
 _RELU = ("relu", "relu_", "threshold", "threshold_", "hardtanh", "hardtanh_")
 _ONLY_RELU = ("relu", "relu_")
+_OF_RELU, _OF_POOLS = (tuple(f"aten.{name}." for name in names) for names in (_RELU, _POOLS))
 # These read their second tensor by its sign, or by its shape alone.
 _SIGN_READERS = {
     "threshold_backward", "max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward",
@@ -48,7 +49,7 @@ class Facts:
     Attributes:
         movable: Whether its bytes may wait elsewhere: autograd saved it, it fills its storage, nothing overwrites it.
         kinds: Which of ``"float"``, ``"bool"``, ``"two_valued"``, ``"index"``, ``"sign_only"`` and ``"zeros"`` it is.
-        zeros: Share of zeros that was seen; 0 where nobody looked.
+        zeros: Share of zeros that was seen; 0 where recording did not look.
         n_elements: How many elements it has.
         item_bytes: Bytes of an element.
     """
@@ -65,9 +66,27 @@ def facts_of(trace: Trace) -> tuple[Facts, ...]:
     return trace.once("facts", lambda: _find(trace))
 
 
+def may_have_zeros(op: str, *, of_zeros: bool) -> bool:
+    """Whether many elements of an op's first output may be zero: a ReLU made it, or max-pooling after one.
+
+    Args:
+        op: Full name of the op.
+        of_zeros: Whether many elements of its first input may be zero.
+    """
+    return op.startswith(_OF_RELU) or (of_zeros and op.startswith(_OF_POOLS))
+
+
 def _find(trace: Trace) -> tuple[Facts, ...]:
-    readers = _backward_readers(trace)
-    return tuple(_facts(trace, value, readers[value]) for value in range(len(trace.values)))
+    readers, zeros = _backward_readers(trace), _with_zeros(trace)
+    return tuple(_facts(trace, value, readers[value], value in zeros) for value in range(len(trace.values)))
+
+
+def _with_zeros(trace: Trace) -> set[int]:
+    found: set[int] = set()
+    for op in trace.ops:
+        if may_have_zeros(op.name, of_zeros=not found.isdisjoint(op.inputs[:1])):
+            found.add(op.outputs[0])
+    return found
 
 
 def _backward_readers(trace: Trace) -> list[set[str]]:
@@ -80,7 +99,7 @@ def _backward_readers(trace: Trace) -> list[set[str]]:
     return found
 
 
-def _facts(trace: Trace, value: int, readers: set[str]) -> Facts:
+def _facts(trace: Trace, value: int, readers: set[str], zeros: bool) -> Facts:
     record = trace.values[value]
     item_bytes = ITEM_BYTES.get(record.dtype, 0)
     n_elements = prod(record.shape)
@@ -95,11 +114,11 @@ def _facts(trace: Trace, value: int, readers: set[str]) -> Facts:
         and record.overwritten_at >= until
         and not record.pin.startswith(_UNMOVABLE)
     )
-    kinds = _kinds(trace, value, readers) if movable else frozenset()
+    kinds = _kinds(trace, value, readers, zeros) if movable else frozenset()
     return Facts(movable, kinds, record.zeros, n_elements, item_bytes)
 
 
-def _kinds(trace: Trace, value: int, readers: set[str]) -> frozenset[str]:
+def _kinds(trace: Trace, value: int, readers: set[str], zeros: bool) -> frozenset[str]:
     record = trace.values[value]
     op = trace.ops[record.op]
     name = base_name(op)
@@ -110,7 +129,7 @@ def _kinds(trace: Trace, value: int, readers: set[str]) -> frozenset[str]:
         found.add("two_valued")
     if record.dtype == "int64" and name in _POOLS and value == op.outputs[1] and _plane(trace, op) <= _SHORT:
         found.add("index")
-    if record.dtype in _FLOATS and name in _RELU:
+    if record.dtype in _FLOATS and zeros:
         found.add("zeros")
         if name in _ONLY_RELU and readers <= _SIGN_READERS and all(map(_read_by_sign, record.saves)):
             found.add("sign_only")

@@ -93,7 +93,7 @@ class ValueRecord:
         overwritten_at: Tick at which the storage was overwritten; the trace's length where it never was.
         saves: Autograd's saves of it.
         pin: Why it may not be recomputed, or the empty string; ``WEIGHT`` for a parameter that requires grad.
-        zeros: Share of zeros that was seen in it, where recording looked.
+        zeros: Share of zeros that was seen in it; 0 where recording did not look.
     """
 
     storage: int
@@ -246,6 +246,11 @@ class Trace(MadeOnce):
         """
         pins = [v.pin or reasons.get(i, "") for i, v in enumerate(self.values)]
         return replace(self, values=tuple(replace(v, pin=pin) for v, pin in zip(self.values, pins, strict=True)))
+
+    def with_zeros(self, shares: Mapping[int, float]) -> Trace:
+        """A copy with the shares of zeros that were seen, by value id; the others keep theirs."""
+        values = (replace(v, zeros=shares[i]) if i in shares else v for i, v in enumerate(self.values))
+        return replace(self, values=tuple(values))
 
     def with_reader(self, value: int) -> Trace:
         """A copy in which a saved value is also read by somebody unknown, so that no codec may rely on its readers."""
