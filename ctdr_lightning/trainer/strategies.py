@@ -6,12 +6,14 @@ Classes are distinguished by name, so that ``pytorch_lightning`` and ``lightning
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.memory.tape.module_paths import is_fsdp_unit
 from ctdr_lightning.trainer.modules import has_compiled_step
 
 _TESTED = ("SingleDeviceStrategy", "DDPStrategy")
@@ -35,6 +37,19 @@ def _classes(thing: object) -> list[str]:
 def is_sharded(strategy: Any) -> bool:
     """Whether parameters are sharded (FSDP2, tensor parallel) by ``configure_model``."""
     return _SHARDED in _classes(strategy)
+
+
+def settle_units(module: nn.Module) -> None:
+    """Gather the weights of each FSDP2 unit once and free them again; on every process alike.
+
+    The first gather makes the storages that all later ones fill. In a recorded step its ops would be ones that no later
+    step has.
+    """
+    units: Iterator[Any] = filter(is_fsdp_unit, module.modules())
+    for unit in units:
+        if hasattr(unit, "unshard"):  # FSDP1 has its storages from the start
+            unit.unshard()
+            unit.reshard()
 
 
 def is_on_one_device(strategy: Any) -> bool:

@@ -88,7 +88,9 @@ class SizeWatch(OpMode):
         for value, tensor in pairs:
             if value >= 0:
                 record = self._trace.values[value]
-                self._n_bytes[record.storage] = tensor.untyped_storage().nbytes()
+                known = self._trace.storages[record.storage]
+                if known.born >= 0 or known.n_bytes:  # gathered weights are records of their own, of a fixed size
+                    self._n_bytes[record.storage] = tensor.untyped_storage().nbytes()
                 if made and record.op >= 0 and record.op == self._at - 1:
                     self._shapes[value] = tuple(map(int, tensor.shape))
 

@@ -15,8 +15,9 @@ from torch.nn import Parameter
 
 from ctdr_lightning.basics.torch_private import FakeTensor, OpOverload
 from ctdr_lightning.memory.recorder.contents import ContentsWatch
+from ctdr_lightning.memory.recorder.logged_storages import LoggedStorage, UnseenLives, records_of
 from ctdr_lightning.memory.traces.overwrites import pin_what_cannot_wait
-from ctdr_lightning.memory.traces.trace import WEIGHT, OpRecord, Save, StorageRecord, Trace, ValueRecord
+from ctdr_lightning.memory.traces.trace import WEIGHT, OpRecord, Save, Trace, ValueRecord
 from ctdr_lightning.memory.values.op_traits import (
     overwritten,
     pin_reason_of_call,
@@ -24,23 +25,10 @@ from ctdr_lightning.memory.values.op_traits import (
     traits,
     without_running_stats,
 )
-from ctdr_lightning.memory.values.tensors import has_storage, storage_of, tensors_in
+from ctdr_lightning.memory.values.tensors import has_storage, own_part, storage_of, tensors_in
 from ctdr_lightning.memory.values.value import Handle, Value
 
 _PLAIN = (Tensor, Parameter, FakeTensor)
-
-
-class _Storage:
-    __slots__ = ("backward", "born", "end", "external", "gone", "index", "live", "n_bytes", "ref", "value")
-
-    def __init__(self, index: int, n_bytes: int, born: int) -> None:
-        self.index, self.n_bytes, self.born = index, n_bytes, born
-        self.end = born
-        self.gone: int | None = None
-        self.live = 0
-        self.backward = False
-        self.value = -1
-        self.ref: Any = None
 
 
 class _Saved:
@@ -58,7 +46,7 @@ class _Watch(weakref.ref):
 
     __slots__ = ("key", "storage")
     key: int
-    storage: _Storage
+    storage: LoggedStorage
 
 
 class LoggedHandle(Handle):
@@ -94,8 +82,8 @@ class StepLog:
         self.module, self.region, self.backward = "", -1, False
         self.live_bytes = 0
         self._ops: list[tuple[Any, ...]] = []
-        self._storages: list[_Storage] = []
-        self._by_data: dict[int, _Storage] = {}
+        self._storages: list[LoggedStorage] = []
+        self._by_data: dict[int, LoggedStorage] = {}
         self._tensors: dict[int, _Watch] = {}
         self._replayed: dict[int, _Watch] = {}
         self._on_death, self._on_free, self._on_replay_free = self._tensor_died, self._storage_died, self._replay_freed
@@ -106,9 +94,11 @@ class StepLog:
         self._strided = True
         self._sharded = False
         self._contents = ContentsWatch()
+        self._lives = UnseenLives(self._by_data)
 
     def reads(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
         """Ids of the values that a call is about to read."""
+        self._lives.look(self.tick - 1)
         if traits(func).batch_norm:
             args = without_running_stats(func, args, kwargs)
         if kwargs:
@@ -119,7 +109,8 @@ class StepLog:
         values = [self.value_of(tensor) for tensor in strided]
         if not (self.backward or traits(func).view):
             for value, tensor in zip(values, strided, strict=True):
-                self._contents.look(value, tensor, self.tick)
+                if not self._storage_of(tensor, born=-1).is_filled_again:
+                    self._contents.look(value, tensor, self.tick)
         return tuple(dict.fromkeys(values))
 
     def ran(
@@ -146,7 +137,7 @@ class StepLog:
         if self._sharded and not backward:
             self._pin_foreign(inputs)
         for tensor in overwritten(func, args, kwargs) if op.writes else ():
-            if has_storage(tensor):
+            if has_storage(tensor) and not self._storage_of(tensor, born=-1).is_filled_again:
                 self._overwrite(tensor, pin or ("" if tensor is outs[0] else "written as a side effect"))
         pins = [pin, *[pin or rest_pin] * len(outs)]
         if not backward and any(o is not None and o.device.type == "cuda" for o in outs):
@@ -158,6 +149,7 @@ class StepLog:
                 self._look_at_result(made, value)
         place = (self.module, backward, pin, self.region)
         self._ops.append((op.name, self.tick, inputs, outputs, seconds, temp_bytes, *place))
+        self._lives.ran(func, args, kwargs, self.tick)
 
     def _look_at_result(self, tensor: Tensor | None, value: int) -> None:
         if tensor is not None and self._values[value][1] == len(self._ops) and not self._values[value][4]:
@@ -187,6 +179,7 @@ class StepLog:
             handle: The handle that autograd holds.
             reader: Torch's own autograd node that asks; empty if anybody else asks.
         """
+        self._lives.look(self.tick)
         self.tick += 1
         handle.saved.unpacked.append(self.tick)
         handle.saved.readers.append(reader)
@@ -221,7 +214,7 @@ class StepLog:
         weight = isinstance(tensor, Parameter) and tensor.requires_grad
         return self._new_value(storage, tensor, -1, WEIGHT if weight else "")
 
-    def _new_value(self, storage: _Storage, tensor: Tensor, op: int, pin: str) -> int:
+    def _new_value(self, storage: LoggedStorage, tensor: Tensor, op: int, pin: str) -> int:
         storage.value = len(self._values)
         dtype = str(tensor.dtype).removeprefix("torch.")
         self._values.append((storage.index, op, tuple(map(int, tensor.shape)), dtype, pin))
@@ -236,12 +229,13 @@ class StepLog:
                 storage, op, shape, dtype, pin = self._values[value]
                 self._values[value] = (storage, op, shape, dtype, pin or "crosses an FSDP unit")
 
-    def _storage_of(self, tensor: Tensor, born: int) -> _Storage:
-        data = tensor.untyped_storage()
+    def _storage_of(self, tensor: Tensor, born: int) -> LoggedStorage:
+        data = own_part(tensor).untyped_storage()
         found = self._by_data.get(data._cdata)
         if found is not None:
+            found.seen = self.tick
             return found
-        storage = _Storage(len(self._storages), data.nbytes(), born)
+        storage = LoggedStorage(len(self._storages), data.nbytes(), born, self._lives.collective)
         self._storages.append(storage)
         self._by_data[data._cdata] = storage
         if born >= 0:
@@ -252,9 +246,9 @@ class StepLog:
 
     def _storage_died(self, ref: _Watch) -> None:
         key, storage = ref.key, ref.storage
-        storage.gone = self.tick
         if storage.born >= 0:
             self.live_bytes -= storage.n_bytes
+        self._lives.died(storage, self.tick)
         if self._by_data.get(key) is storage:
             del self._by_data[key]
 
@@ -280,7 +274,7 @@ class StepLog:
             pin = pin or f"written over a pinned value ({self._values[old][4]})"
         self._new_value(storage, tensor, len(self._ops), pin)
 
-    def _watch(self, tensor: Tensor, storage: _Storage) -> None:
+    def _watch(self, tensor: Tensor, storage: LoggedStorage) -> None:
         key = id(tensor)
         known = self._tensors.get(key)
         if known is None or known() is not tensor:
@@ -290,7 +284,7 @@ class StepLog:
 
     def _tensor_died(self, ref: _Watch) -> None:
         ref.storage.live -= 1
-        ref.storage.end = self.tick
+        ref.storage.end = self._lives.let_go(ref.storage, self.tick)
         if self._tensors.get(ref.key) is ref:
             del self._tensors[ref.key]
 
@@ -342,15 +336,15 @@ class StepLog:
         for identity, entries in saves.items():
             storage = self._values[identity][0]
             held[storage] = max(held.get(storage, -1), max(s.released for s in entries))
-        storages = tuple(
-            StorageRecord(s.n_bytes, s.born, _frame_end(s, n_ticks if evicting else held.get(s.index, -1), n_ticks))
-            for s in self._storages
-        )
+        self._lives.look(self.tick)
+        if evicting:
+            held = dict.fromkeys(range(len(self._storages)), n_ticks)
+        storages = records_of(self._storages, held, n_ticks)
         values = tuple(
             ValueRecord(storage, op, shape, dtype, self._overwritten_at.get(i, n_ticks), tuple(saves.get(i, ())), pin)
             for i, (storage, op, shape, dtype, pin) in enumerate(self._values)
         )
-        resident = sum(s.n_bytes for s in self._storages if s.born < 0)
+        resident = sum(s.resident_bytes for s in self._storages)
         self.close()
         ops = tuple(OpRecord(*op) for op in self._ops)
         trace = Trace(ops, values, storages, n_ticks, device, resident, meta, self.n_training)
@@ -389,11 +383,3 @@ def _stored(out: Any) -> tuple[list[Tensor | None], bool]:
         strided = strided and stored is is_tensor
         found.append(each if stored else None)
     return found, strided
-
-
-def _frame_end(storage: _Storage, held_until: int, n_ticks: int) -> int:
-    """Last tick at which the program itself held the storage."""
-    if storage.born < 0 or storage.live > 0:
-        return n_ticks
-    gone = n_ticks if storage.gone is None else storage.gone
-    return gone if gone > max(storage.end, held_until) else storage.end  # a holder that was not seen

@@ -277,9 +277,11 @@ class Evictor:
         Raises:
             OutOfMemoryError: If nothing is left to evict.
         """
-        return self._until_it_fits(
+        result = self._until_it_fits(
             lambda: run(func, args, kwargs), may_repeat=lambda: may_run_twice(func, args, kwargs)
         )
+        self.live.note_gather(func, args, kwargs)
+        return result
 
     def _until_it_fits(self, run: Callable[[], T], may_repeat: Callable[[], bool] = lambda: True) -> T:
         while True:

@@ -226,8 +226,10 @@ class Tape(OpMode):
             assert line is not None
         self._listen(line.saves)
         out = func(*args, **kwargs) if line.plain else self._planned(line, index, args, kwargs)
-        if self._counting is not None and not line.shares:
-            self._counting.track(out)
+        if self._counting is not None:
+            self._counting.live.note_gather(func, args, kwargs)
+            if not line.shares:
+                self._counting.track(out)
         return out
 
     def _switch(self, on: bool) -> None:

@@ -37,7 +37,7 @@ def foreseen(known: Sequence[tuple[Sizes, Trace]], sizes: Sizes) -> Trace | None
 
 def _foreseen(known: Sequence[tuple[Sizes, Trace]], sizes: Sizes) -> Trace | None:
     within = _within([found for found, _ in known], sizes)
-    if within is None or len({trace.n_ticks for _, trace in known}) > 1:
+    if within is None or len({(trace.n_ticks, len(trace.storages)) for _, trace in known}) > 1:
         return None
     lines = _Lines([found for found, _ in known], within)
     shapes = _shapes([trace for _, trace in known], lines)

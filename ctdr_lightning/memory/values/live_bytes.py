@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ctdr_lightning.basics.torch_private import OpMode, OpOverload
+from ctdr_lightning.memory.values.gathered import GatheredStorages
 from ctdr_lightning.memory.values.higher_order import HigherOrderUnseen
-from ctdr_lightning.memory.values.tensors import storage_of
+from ctdr_lightning.memory.values.tensors import own_part, storage_of
 
 _trackers: list[LiveBytes] = []
 
@@ -39,7 +40,7 @@ class _Storage(weakref.ref):
 
 
 class LiveBytes:
-    """Counts the bytes of the storages it is shown, until they die.
+    """Counts the bytes of the storages it is shown, until they die; of sharded tensors, those of the own shard.
 
     While entered it also sees the outputs of replays.
 
@@ -52,11 +53,13 @@ class LiveBytes:
         self._counted_bytes = 0
         self._known: dict[int, _Storage] = {}
         self._dead: deque[_Storage] = deque()
+        self._gathered = GatheredStorages()
 
     @property
     def now(self) -> int:
         """Live bytes at present."""
         self._forget_dead()
+        self._forget_emptied()
         return self._counted_bytes
 
     def _forget_dead(self) -> None:
@@ -65,10 +68,28 @@ class LiveBytes:
             self._counted_bytes -= ref.n_bytes
             del self._known[ref.key]
 
+    def _forget_emptied(self) -> None:
+        for key in self._gathered.emptied():
+            self._resize(key, 0)
+
+    def _resize(self, key: int, n_bytes: int) -> None:
+        ref = self._known[key]
+        self._counted_bytes += n_bytes - ref.n_bytes
+        ref.n_bytes = n_bytes
+        self.peak = max(self.peak, self._counted_bytes)
+
+    def note_gather(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count weights that a call has gathered, until FSDP empties their storages; any other call is ignored."""
+        for key, storage in self._gathered.filled(func, args, kwargs).items():
+            if key not in self._known:
+                self._watch(storage, 0)
+            self._resize(key, storage.nbytes())
+
     def track(self, tensors: Iterable[Any]) -> None:
         """Count the storages of tensors that are not counted yet."""
+        self._forget_emptied()
         for tensor in tensors:
-            storage = storage_of(tensor) if isinstance(tensor, Tensor) else None
+            storage = storage_of(own_part(tensor)) if isinstance(tensor, Tensor) else None
             self._forget_dead()  # first, because a new storage may have a dead one's address
             if storage is not None and storage._cdata not in self._known:
                 n_bytes = storage.nbytes()
@@ -79,7 +100,7 @@ class LiveBytes:
     def ignore(self, tensors: Iterable[Any]) -> None:
         """Never count these tensors' storages: they are from before the step."""
         for tensor in tensors:
-            storage = storage_of(tensor) if isinstance(tensor, Tensor) else None
+            storage = storage_of(own_part(tensor)) if isinstance(tensor, Tensor) else None
             self._forget_dead()
             if storage is not None and storage._cdata not in self._known:
                 self._watch(storage, 0)
@@ -133,4 +154,5 @@ class PeakMeter(OpMode):
             self.live.ignore(arg if type(arg) in (tuple, list) else (arg,))
         out = func(*args, **(kwargs or {}))
         self.live.track(out if type(out) in (tuple, list) else (out,))
+        self.live.note_gather(func, args, kwargs or {})
         return out

@@ -54,8 +54,11 @@ def has_storage(tensor: Tensor) -> bool:
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """The shard of this process, of a sharded tensor; any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """The shard of this process, of a sharded tensor, outside of autograd's graph; any other tensor itself."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():  # with gradients it would be an op of the step
+        return tensor.to_local()
 
 
 def tensors_in(args: Any) -> Iterator[Tensor]:

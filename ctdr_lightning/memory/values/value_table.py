@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ctdr_lightning.basics.torch_private import NoTorchDispatch, OpOverload
+from ctdr_lightning.memory.values.gathered import GatheredStorages
 from ctdr_lightning.memory.values.live_bytes import tell_trackers
 from ctdr_lightning.memory.values.op_traits import (
     COLLECTIVE,
@@ -23,7 +24,6 @@ from ctdr_lightning.memory.values.tensors import alias_of, storage_of, version_o
 from ctdr_lightning.memory.values.value import Node, TensorRef, Value
 
 _SEQUENCES = (list, tuple)
-_CAT_OUT = torch.ops.aten.cat.out
 
 
 def _forgetter(values: dict[int, Value]) -> Callable[[TensorRef], None]:
@@ -53,6 +53,7 @@ class ValueTable:
         self._unfiled: list[weakref.ref[Value]] = []
         self._leaves: list[Value] = []  # of values whose tensors live as long as the model
         self._read: set[int] = set()  # storages on which there is, or was, a value
+        self._gathers = GatheredStorages()
         self._gathered: set[int] = set()  # storages of weights that an FSDP unit read
         self._files: dict[int, tuple[weakref.ref[torch.UntypedStorage] | None, list[weakref.ref[Value]]]] = {}
         self._on_death = _forgetter(self._values)
@@ -185,20 +186,19 @@ class ValueTable:
         Values that a replay can make again let go of the storage; those that can only be held move to a copy of it.
         A gather of FSDP is no such write: it brings back the weights that were read, to a storage that is empty now.
         """
+        if self._gathers.filled(func, args, kwargs) or func.namespace == "fsdp":
+            return
+        collective = traits(func).pin == COLLECTIVE  # so the older FSDP gathers
         for tensor in overwritten(func, args, kwargs):
             storage = storage_of(tensor)
-            if storage is not None and storage._cdata in self._read and not self._gathers(func, storage):
+            if storage is None or (collective and storage._cdata in self._gathered):
+                continue
+            if storage._cdata in self._read:
                 values = self._on(storage)
                 for value in values:
                     self._forget(value)
                     value.sever(storage)
                 self._copy_for_holders(values, storage)
-
-    def _gathers(self, func: OpOverload, storage: torch.UntypedStorage) -> bool:
-        # Shards of another dimension than the first come by a plain `cat`, those of the older FSDP by a collective.
-        if func.namespace == "fsdp":
-            return True
-        return storage._cdata in self._gathered and (func is _CAT_OUT or traits(func).pin == COLLECTIVE)
 
     def _on(self, storage: torch.UntypedStorage) -> list[Value]:
         """Every value on a storage. They are filed by storage only now: most steps write nothing in place."""
@@ -292,6 +292,7 @@ class ValueTable:
         self._unfiled.clear()
         self._leaves.clear()
         self._read.clear()
+        self._gathers = GatheredStorages()
         self._gathered.clear()
         self._files.clear()
 

@@ -21,6 +21,7 @@ from ctdr_lightning.memory.guide.events import Event
 from ctdr_lightning.memory.guide.step_guide import StepGuide
 from ctdr_lightning.memory.holders.places import Places
 from ctdr_lightning.trainer.options import CallbackOptions
+from ctdr_lightning.trainer.strategies import settle_units
 from ctdr_lightning.trainer.training_step import events
 from ctdr_lightning.trainer.training_step.advice import optimizer_does_not_fit
 from ctdr_lightning.trainer.training_step.batch_meter import BatchMeter
@@ -92,6 +93,7 @@ class MemoryStage:
         if not self._options.plans_memory:
             return
         if self.session is None:
+            settle_units(module)
             self._begin(trainer.strategy.root_device, module)
         self.planner.attach(module)
         new = self.beside.look_ahead(trainer, module)
@@ -114,6 +116,7 @@ class MemoryStage:
             holders=self._holders,
             verify=options.verify,
             verify_at_once=options.optimizer_step is not None,
+            zeros=self._places.drops_zeros,
         )
 
     def backend_of(self, module: LightningModule) -> CompileBackend | None:

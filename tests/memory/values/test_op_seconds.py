@@ -1,3 +1,6 @@
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -109,21 +112,25 @@ def test_torchs_own_loss_in_chunks_is_three_products():
 
 
 @pytest.mark.parametrize(
-    ("reported", "name"),
+    ("reported", "memory_gib", "name"),
     [
-        ("NVIDIA L40S", "l40s"),
-        ("NVIDIA GeForce RTX 4070 Ti", "rtx4070ti"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA A100-PCIE-40GB", "a100"),
-        ("NVIDIA H100 PCIe", "h100-pcie"),
-        ("NVIDIA GH200 480GB", "gh200"),
-        ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"),
-        ("Tesla P4", "a100"),
+        ("NVIDIA L40S", 44.4, "l40s"),
+        ("NVIDIA GeForce RTX 4070 Ti", 11.7, "rtx4070ti"),
+        ("NVIDIA A100-SXM4-80GB", 79.3, "a100"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40gb"),
+        ("NVIDIA A100-PCIE-40GB", 39.4, "a100-40gb"),
+        ("NVIDIA H100 80GB HBM3", 79.2, "h100"),
+        ("NVIDIA H100 PCIe", 79.1, "h100-pcie"),
+        ("NVIDIA GH200 480GB", 94.5, "gh200"),
+        ("NVIDIA RTX 6000 Ada Generation", 47.4, "rtx6000ada"),
+        ("Tesla V100-SXM2-32GB", 31.7, "v100"),
+        ("NVIDIA GB10", 119.7, "a100"),
     ],
 )
-def test_a_card_that_is_here_is_found_by_its_longest_name(monkeypatch, reported, name):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: reported)
-    assert model_of(torch.device("cuda")) is DEVICES[name]
+def test_a_card_that_is_here_has_the_rates_of_its_row_and_its_own_memory(monkeypatch, reported, memory_gib, name):
+    properties = SimpleNamespace(name=reported, total_memory=int(memory_gib * 2**30))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert model_of(torch.device("cuda")) == replace(DEVICES[name], memory_bytes=properties.total_memory)
 
 
 def test_sparse_tensors_and_lists_of_weights_have_times():

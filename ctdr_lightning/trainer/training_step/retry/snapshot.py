@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ctdr_lightning.basics.units import format_bytes
-from ctdr_lightning.memory.values.tensors import version_of
+from ctdr_lightning.memory.values.tensors import own_part, version_of
 from ctdr_lightning.trainer.modules import SMALL_ELEMENTS
 from ctdr_lightning.trainer.training_step.retry.reachable import Reachable, Trail, iterator_state, mark, reachable, way
 from ctdr_lightning.trainer.training_step.retry.standing import Standing
@@ -114,7 +114,7 @@ class Snapshot:
         copies = copies + [tensor.detach().clone() for index, tensor in chosen.items() if index >= n_known]
         self._copies = dict(zip(chosen, copies, strict=True))
         self.copied = [tensors[index][1] for index in self._copies]
-        self.copied_bytes = sum(copy.nbytes for copy in self._copies.values())
+        self.copied_bytes = sum(own_part(copy).nbytes for copy in self._copies.values())
         self._arrays = {i: a.copy() for i, (_, a) in enumerate(self.reach.arrays) if a.size <= SMALL_ELEMENTS}
         self._generators = [(g, _generator_state(g)) for g in self.reach.generators]
         self._iterators = [iterator_state(thing) for _, thing in self.reach.iterators]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ctdr_lightning.basics.torch_private import foreach_copy_
+from ctdr_lightning.memory.values.tensors import own_part
 from ctdr_lightning.trainer.training_step.retry.reachable import NOTHING_INSIDE, Reachable, Trail, reachable
 
 # No more than this remains between steps: an optimizer's step may need the memory.
@@ -149,7 +150,7 @@ class StandingCopies:
             self._groups = list(groups.values())
         with torch.no_grad():
             for mine, theirs in self._groups:
-                foreach_copy_(mine, theirs)
+                foreach_copy_([*map(own_part, mine)], [*map(own_part, theirs)])
         return self._copies
 
     def release(self) -> None:
