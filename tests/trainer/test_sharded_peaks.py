@@ -94,28 +94,37 @@ class Manual(Gpt):
 
 
 class TruePeaks(Callback):
-    """The peaks of settled batches by the allocations of this thread, and those that the callback measured."""
+    """The peaks of settled batches: those that the callback measured, and bounds by the allocations of this thread.
+
+    What a thread of gloo's frees stays allocated for the profiler: a step's peak is less by as much at most.
+    """
 
     def __init__(self):
-        self.true, self.measured = [], []
+        self.measured, self.least, self.most = [], 0, 2**60
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if batch_idx >= SETTLED:  # a step that is recorded watches the allocations itself
-            gradients = [p.grad for p in module.parameters() if p.grad is not None]
-            self.base = local_bytes([*module.parameters(), *batch, *gradients]) + state_bytes(trainer.optimizers)
+            self.before = standing_bytes(trainer, module, batch)
             self.profiler = memory_profiler()
             self.profiler.__enter__()
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if batch_idx >= SETTLED:
             self.profiler.__exit__(None, None, None)
-            events = sorted(
-                (e.start_ns(), e.nbytes()) for e in profiler_events(self.profiler) if e.name() == "[memory]"
-            )
-            self.true.append(self.base + max(accumulate((n_bytes for _, n_bytes in events), initial=0)))
+            found = [event for event in profiler_events(self.profiler) if event.name() == "[memory]"]
+            sizes = [n_bytes for _, n_bytes in sorted((event.start_ns(), event.nbytes()) for event in found)]
+            levels = list(accumulate(sizes, initial=self.before))
+            unseen_bytes = levels[-1] - standing_bytes(trainer, module, batch)
+            self.most = min(self.most, max(levels))
+            self.least = max(self.least, max(levels) - unseen_bytes)
             for callback in trainer.callbacks:
                 if isinstance(callback, CTDRCallback):
                     self.measured.append(callback.run.steps.meters.measured.peak_bytes)
+
+
+def standing_bytes(trainer, module, batch):
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    return local_bytes([*module.parameters(), *batch, *gradients]) + state_bytes(trainer.optimizers)
 
 
 def run(kind, budget=None):
@@ -136,10 +145,9 @@ def check_peaks(kind):
     live = LiveBytes()
     live.track(plain.parameters())
     assert live.now == local_bytes(plain.parameters()) < sum(p.nbytes for p in plain.parameters())
-    for budget in (2**30, int(0.7 * min(before.true))):
+    for budget in (2**30, int(0.7 * before.least)):
         module, same, peaks, session = run(kind, budget)
-        # what a thread of gloo's frees stays allocated as far as the profiler of this thread knows
-        assert min(peaks.measured) == pytest.approx(min(peaks.true), rel=0.01)
+        assert 0.99 * peaks.least <= min(peaks.measured) <= 1.01 * peaks.most
         assert max(peaks.measured) <= budget
         stay = not any(isinstance(event, GradientsFreed) for event in session.events)
         with_gradients = session.plan.forward_peak_bytes + stay * local_bytes(same)

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from ctdr_lightning.basics.torch_private import FakeTensor, OpOverload
 from ctdr_lightning.memory.recorder.contents import ContentsWatch
-from ctdr_lightning.memory.recorder.logged_storages import LoggedStorage, UnseenLives, records_of
+from ctdr_lightning.memory.recorder.logged_storages import LoggedStorage, UnseenLives, records_of, wait_for_threads
 from ctdr_lightning.memory.traces.overwrites import pin_what_cannot_wait
 from ctdr_lightning.memory.traces.trace import WEIGHT, OpRecord, Save, Trace, ValueRecord
 from ctdr_lightning.memory.values.op_traits import (
@@ -337,6 +337,7 @@ class StepLog:
             storage = self._values[identity][0]
             held[storage] = max(held.get(storage, -1), max(s.released for s in entries))
         self._lives.look(self.tick)
+        wait_for_threads(self._storages)
         if evicting:
             held = dict.fromkeys(range(len(self._storages)), n_ticks)
         storages = records_of(self._storages, held, n_ticks)
