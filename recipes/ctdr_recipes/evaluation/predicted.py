@@ -30,6 +30,7 @@ from ctdr_recipes.evaluation.techniques import (
     LIMITS,
     OFFLOADED,
     RECOMPUTED,
+    USUAL_S,
     Outcome,
     fastest,
     movers,
@@ -44,9 +45,6 @@ _MOST = 1 << 20  # samples
 # Some six searches a technique, most of them near the least peak, where each takes all its time. For the same reason no
 # tiles are tried there: to find none takes GPT-2 minutes a batch.
 _BATCH_SEARCH_S = 0.5
-# For each policy's search under one limit, of the usual 5: there are 12 cells of ``auto`` a network, and on two cores
-# that others use a cell must not take more than a minute.
-_SEARCH_S = 2.0
 # Of the floor: a first guess of the least peak of a plan of ``auto``, from which batches are looked for up and down.
 _ABOVE_FLOOR = 1.1
 
@@ -68,7 +66,7 @@ class Variant:
     net: Net
     device: str
     precision: str
-    search_s: float = _SEARCH_S
+    search_s: float = USUAL_S
     tiles: bool = True
     _plain: tuple[int, BatchAccount, Prepared, Prepared] | None = field(default=None, repr=False)
 

@@ -37,7 +37,7 @@ LIMITS = (0.8, 0.6, 0.45, 0.3)  # of the dense step's peak
 BUDGET_SHARE = 0.45  # the limit of the promise and of the main tables
 # Policies that raise an error name the least peak that they found; so much more lets them make that plan again.
 _ROOM = (1.0, 1.02, 1.05)
-_USUAL_S = Budget().time_limit_s
+USUAL_S = Budget().time_limit_s
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def movers() -> tuple[str, ...]:
 
 
 def fastest(
-    step: Trace | Prepared, limit_bytes: int, policies: Sequence[str], time_limit_s: float = _USUAL_S
+    step: Trace | Prepared, limit_bytes: int, policies: Sequence[str], time_limit_s: float = USUAL_S
 ) -> Outcome:
     """The fastest plan of some policies that fits; where none does, the one with the least peak.
 
