@@ -60,7 +60,7 @@ def _draw(axes: Axes, rows: Sequence[Row]) -> None:
     for technique in TECHNIQUES[1:]:
         fitting = sorted((row.limit, row.seconds / dense_s) for row in rows if row.technique == technique and row.fits)
         limits, times = [limit for limit, _ in fitting], [time for _, time in fitting]
-        axes.plot(limits, times, f"{_MARKS[technique]}-", color=_COLOURS[technique], markersize=5, clip_on=False)
+        axes.plot(limits, times, f"{_MARKS[technique]}-", color=_COLOURS[technique], markersize=5)
     axes.set_yscale("log")
     axes.set_yticks(_TIMES, [f"x{time:g}" for time in _TIMES])
     axes.yaxis.set_minor_locator(NullLocator())
