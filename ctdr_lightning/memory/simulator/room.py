@@ -22,7 +22,7 @@ from ctdr_lightning.memory.simulator.simulator import Simulator
 from ctdr_lightning.memory.traces.bells import bells_of
 
 # A value's memory may outlast its departure (a view of it is still there), so that one round frees less than it counts.
-# No net of the benchmarks changed after the second.
+# Not tuned.
 ROUNDS = 3
 
 
