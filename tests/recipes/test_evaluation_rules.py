@@ -27,6 +27,7 @@ from ctdr_recipes.evaluation.techniques import (
     fastest,
     movers,
     on_meta,
+    with_link,
 )
 from ctdr_recipes.evaluation.verdicts import (
     LOSES,
@@ -40,6 +41,7 @@ from ctdr_recipes.evaluation.verdicts import (
     rivals_of,
     tally,
 )
+from tests.memory.graphs import Node, graph_trace
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = Evaluation.from_json((ROOT / "docs" / "data" / "evaluation.json").read_text())
@@ -86,8 +88,9 @@ def test_the_rivals_of_an_exact_technique_are_exact():
 
 
 def test_offloading_is_asked_of_all_policies_that_move_and_never_recompute():
-    assert {"vdnn", "vdnn_plus", "tflms", "sentinel", "autotm", "swapadvisor"} <= set(movers())
-    assert not {"auto", "capuchin", "superneurons", "pofo", "flashneuron", "gist", "keep"} & set(movers())
+    assert {"vdnn", "vdnn_plus", "tflms", "sentinel", "autotm", "swapadvisor", "flashneuron"} <= set(movers())
+    assert not {"auto", "capuchin", "superneurons", "pofo", "gist", "keep"} & set(movers())
+    assert not with_link(graph_trace([Node((), 10)]), "a100").codecs, "a mover could round where it has codecs"
 
 
 def test_of_several_policies_the_fastest_plan_that_fits_is_taken():

@@ -113,9 +113,9 @@ def offload(trace: Trace, limit_bytes: int) -> Outcome:
 
 
 def movers() -> tuple[str, ...]:
-    """Names of the policies that move tensors, to the bit, and never recompute."""
+    """Names of the policies that move tensors and never recompute: to the bit, as no codec is asked for."""
     moving = frozenset({Keep, Offload})
-    return tuple(name for name in POLICIES if POLICIES[name].uses == moving and POLICIES[name].exact)
+    return tuple(name for name in POLICIES if POLICIES[name].uses == moving)
 
 
 def fastest(
