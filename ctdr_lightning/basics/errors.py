@@ -79,6 +79,7 @@ class ReplayError(CTDRError, RuntimeError):
         pins: From value id of the plan's trace to the reason why it may not be made again.
         read_by_others: Value ids of which a codec gave back less than a reader asked for.
         ticks: In a step that was being recorded, the ticks of the operations that may not run again.
+        first_ticks: Of these the ones before which nothing came back otherwise: the others may follow from them.
     """
 
     def __init__(
@@ -89,11 +90,12 @@ class ReplayError(CTDRError, RuntimeError):
         pins: Mapping[int, str] | None = None,
         read_by_others: Iterable[int] = (),
         ticks: Iterable[int] = (),
+        first_ticks: Iterable[int] = (),
     ) -> None:
         super().__init__(problem, hint)
         self.pins = dict(pins or {})
         self.read_by_others = frozenset(read_by_others)
-        self.ticks = frozenset(ticks)
+        self.ticks, self.first_ticks = frozenset(ticks), frozenset(first_ticks)
 
 
 def first_line(error: BaseException) -> str:

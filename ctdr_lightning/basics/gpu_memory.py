@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ctdr_lightning.basics.allocator_settings import EXPANDABLE, add_setting, allocator_settings, expandable_segments
+from ctdr_lightning.basics.torch_private import set_cuda_allocator
 from ctdr_lightning.basics.units import format_bytes, parse_bytes
 
 
@@ -38,7 +40,29 @@ class Counts:
         return Counts(self.allocated, peaks[0], self.reserved, peaks[1], self.requested)
 
 
+# More than the allocator usually has free before a model is on the card, so that it maps a page.
+_PROBE_BYTES = 32 << 20
 _before: dict[int, Counts] = {}  # by the device's index: peaks that a reset of `watch_peak` has ended
+
+
+def use_expandable_segments(device: torch.device) -> None:
+    """Have CUDA's allocator map pages into growing segments, so that free memory in pieces serves a large tensor.
+
+    An environment that names the setting, or another backend, is left as it is found. So is a driver that maps no
+    pages, such as that of some virtual GPUs.
+
+    Args:
+        device: Of the steps; nothing is done for another one than a GPU.
+    """
+    if device.type != "cuda" or EXPANDABLE in allocator_settings() or not expandable_segments():
+        return
+    set_cuda_allocator(add_setting(EXPANDABLE, "True"))
+    try:
+        torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        pass  # no answer: the steps will tell
+    except RuntimeError:
+        set_cuda_allocator(add_setting(EXPANDABLE, "False"))
 
 
 def counts(device: torch.device | None = None) -> Counts:

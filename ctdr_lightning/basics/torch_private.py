@@ -304,6 +304,17 @@ def free_unused_pinned_memory() -> None:
         empty()
 
 
+def set_cuda_allocator(settings: str) -> None:
+    """Change the settings of CUDA's allocator while it works: torch has a variable for them, which it reads once.
+
+    Args:
+        settings: All of them, as in ``PYTORCH_CUDA_ALLOC_CONF``.
+    """
+    # the second name gives way to the first, and warns so, from 2.10 on
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+    change(settings)
+
+
 def dump_cuda_memory(path: str) -> None:
     """Write CUDA's memory history for pytorch.org/memory_viz; torch documents the call in spite of its underscore."""
     torch.cuda.memory._dump_snapshot(path)

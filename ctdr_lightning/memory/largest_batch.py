@@ -12,13 +12,14 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from ctdr_lightning.basics.allocator_settings import expandable_segments
 from ctdr_lightning.basics.checks import real
 from ctdr_lightning.basics.devices import DeviceModel
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.progress_bar import track
 from ctdr_lightning.basics.units import as_given, format_bytes, parse_bytes
 from ctdr_lightning.memory.account.batch import BatchAccount
-from ctdr_lightning.memory.allocator.reserved import expandable_segments, is_served
+from ctdr_lightning.memory.allocator.reserved import is_served
 from ctdr_lightning.memory.bounds.lower_bound import floor_bytes
 from ctdr_lightning.memory.lean.lean_step import LeanStep
 from ctdr_lightning.memory.lean.outputs import kept_peak_bytes, left_out
@@ -326,11 +327,13 @@ def _not_even_one(
             f"Allow more by max_slowdown={1.05 * slowdown:.2f}.",
             least_peak_bytes=made.peak_bytes,
         )
-    reserved = made.reserved.expandable_bytes if expandable_segments() else made.reserved.reserved_bytes
+    expandable = expandable_segments()
+    reserved = made.reserved.expandable_bytes if expandable else made.reserved.reserved_bytes
+    or_else = "" if expandable else ", or let PYTORCH_CUDA_ALLOC_CONF allow expandable segments"
     return InfeasibleBudgetError(
         f"{problem}: its tensors take {format_bytes(made.peak_bytes)}, for which CUDA's allocator reserves "
         f"{format_bytes(reserved)}",
-        f"Write a budget of {format_bytes(reserved)}, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
+        f"Write a budget of {format_bytes(reserved)}{or_else}.",
         least_peak_bytes=reserved,
     )
 

@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError
+from ctdr_lightning.basics.gpu_memory import use_expandable_segments
 from ctdr_lightning.basics.progress_bar import one_bar
 from ctdr_lightning.joint.budget_fit import BudgetFit
 from ctdr_lightning.recovery.transaction import all_or_nothing, layers_as_now
@@ -137,6 +138,8 @@ class FitRun:
         if self._served is not None and self._served[0]() is not trainer and self.coach is not None:
             self.coach.begin_again()
         self._served, self.randomness = (ref(trainer), ref(module)), Randomness()
+        if self._options.memory_budget is not None:
+            use_expandable_segments(trainer.strategy.root_device)  # before the model is there
         self.follow_structure(module)
         if self._options.prefers_dense and has_compiled_step(module):
             self.surgeon.leave_dense()  # its steps have no plan that a cut could be weighed against

@@ -14,10 +14,10 @@ Complexity: O(n log n) in the requests; 0.3 s for a step of 3,158 ops where trie
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ctdr_lightning.basics.allocator_settings import allocator_settings, expandable_segments
 from ctdr_lightning.basics.units import format_bytes
 from ctdr_lightning.memory.allocator.blocks import Lifetime, lifetimes
 from ctdr_lightning.memory.allocator.caching_allocator import Block, CachingAllocator, NoMemoryLeft
@@ -146,26 +146,15 @@ def served_in_words(trace: Trace, actions: Actions | None, limit_bytes: int) -> 
     said = f"A card of {size} cannot serve the step, because free memory is fragmented."
     if flushes:
         said = f"On a card of {size} the allocator gives segments back {flushes} times a step, 20 to 200 ms each."
-    return said if expandable else f"{said} Try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
-
-
-def expandable_segments() -> bool:
-    """Whether this process asks PyTorch for expandable segments, by the variables that its documentation names."""
-    return _settings().get("expandable_segments") == "true"
+    return said if expandable else f"{said} Let PYTORCH_CUDA_ALLOC_CONF allow expandable segments."
 
 
 def not_modelled() -> list[str]:
     """The settings of PyTorch's allocator that this process asks for and that the model of it leaves out."""
-    found = _settings()
+    found = allocator_settings()
     return [name for name in _NOT_MODELLED if name in found] + (
         ["backend"] if found.get("backend", "native") != "native" else []
     )
-
-
-def _settings() -> dict[str, str]:
-    text = ",".join(os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-    pairs = (part.partition(":") for part in text.replace(" ", "").lower().split(","))
-    return {name: value for name, _, value in pairs if name}
 
 
 def _caveat() -> str:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ctdr_lightning.basics.devices import DeviceModel, model_of
-from ctdr_lightning.basics.gpu_memory import counts
+from ctdr_lightning.basics.gpu_memory import counts, use_expandable_segments
 from ctdr_lightning.basics.registry import Registry
 from ctdr_lightning.basics.torch_private import OpOverload
 from ctdr_lightning.memory.simulator.evicted import SMALL_SHARE, EvictedSet
@@ -207,6 +207,7 @@ class Evictor:
         """
         if device.type != "cuda" or not torch.cuda.is_initialized():
             return
+        use_expandable_segments(device)
         self._gpu, self._device = model_of(device), device
         self._base_bytes = counts(device).allocated - self.live.now
         self.reserve_bytes = max(self.reserve_bytes, int(WORKSPACE_SHARE * self.budget_bytes))

@@ -75,7 +75,7 @@ def _account(error: BaseException, module: nn.Module, rows: list[Row], trace: Tr
     if trace is not None and plan is not None:
         lines.append(plan.explain().splitlines()[0])
         if trace.device == "cuda":
-            lines.append(f"{plan.reserved} PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True asks for those.")
+            lines.append(str(plan.reserved))
     by_module: dict[str, int] = defaultdict(int)
     for owner, _, n_bytes in rows:
         by_module[owner] += n_bytes
