@@ -175,7 +175,7 @@ class StepGuide:
         if kind is None:
             return
         if not self._is_part:  # where recording began within the step, its ticks are others
-            kind.held |= error.ticks
+            kind.hold(error)
         if kind.trace is not None and (error.pins or error.read_by_others):
             kind.trace = kind.trace.with_pins(error.pins)
             for value in error.read_by_others:

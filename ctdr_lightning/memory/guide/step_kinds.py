@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ctdr_lightning.basics.errors import ReplayError
 from ctdr_lightning.basics.torch_private import tree_flatten
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.traces.trace import Trace
@@ -34,6 +35,18 @@ class Kind:
     held: set[int] = field(default_factory=set)  # ticks of ops that came back otherwise while the step was recorded
     foreseen: bool = False  # its trace is not of a step of its own that ran
     forwards: tuple[bool, ...] = ()  # of modules in the recorded step: whether gradients were on
+
+    def hold(self, error: ReplayError) -> None:
+        """Hold the outputs of ops that may not run again.
+
+        At first only those from which all others may follow: a GPU short of memory takes another kernel for one layer,
+        and the outputs of all later layers come back otherwise. Held, these would not fit. It has its kernels by the
+        next time; what comes back otherwise then is held as a whole.
+
+        Args:
+            error: That of a step that was being recorded.
+        """
+        self.held |= error.ticks if self.held else error.first_ticks
 
 
 class Kinds(OrderedDict[Hashable, Kind]):

@@ -177,11 +177,13 @@ class Recorder(OpMode):
 
     def _blame(self, wrong: set[int], right: set[int]) -> ReplayError:
         name, module = self.log.op_at(min(wrong))
+        unrepeatable = self.log.unrepeatable()
         return ReplayError(
             f"{name} of {module or 'the step'} was evicted while the step was recorded, and came back with other "
             f"contents: {NOT_REPEATABLE}.",
             "record without a budget; a Session and a Trainer run the step again by themselves.",
-            ticks=wrong | self.log.unrepeatable(),
+            ticks=wrong | unrepeatable,
+            first_ticks=self.log.first_of(wrong) | unrepeatable,
         )
 
     def _run_captured(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Timed:

@@ -356,6 +356,18 @@ class StepLog:
         makers = [self._values[v][1] for v in self._contents.unseen((op[1], op[2], op[3]) for op in self._ops)]
         return frozenset(self._ops[op][1] for op in makers if op >= 0)
 
+    def first_of(self, ticks: set[int]) -> set[int]:
+        """Ticks of those ops among some that read nothing which follows from another of them."""
+        found, follows = set[int](), set[int]()
+        for op in self._ops:
+            tick, inputs, outputs = op[1:4]
+            behind = not follows.isdisjoint(inputs)
+            if tick in ticks and not behind:
+                found.add(tick)
+            if behind or tick in ticks:
+                follows.update(v for v in outputs if v >= 0)
+        return found
+
     def op_at(self, tick: int) -> tuple[str, str]:
         """Name and module of the op that ran at a tick."""
         return next(((op[0], op[6]) for op in self._ops if op[1] == tick), ("an operation", ""))

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from ctdr_lightning.basics.errors import ReplayError
 from ctdr_lightning.basics.torch_private import n_dispatch_modes, top_saved_tensors_hooks
 from ctdr_lightning.memory import Session, plan, signature_of
 from ctdr_lightning.memory.guide import step_kinds
@@ -212,3 +213,11 @@ def test_when_a_kind_is_forgotten_the_holders_keep_what_the_others_need(monkeypa
     assert holders.kept == [{"disk": away[1]}, {"disk": away[2]}]
     assert min(away) > 0
     holders.close()
+
+
+def test_what_follows_from_another_value_is_held_from_the_second_time_on():
+    error, kind = ReplayError("A tensor came back otherwise.", ticks={1, 4, 7}, first_ticks={1}), step_kinds.Kind()
+    kind.hold(error)
+    assert kind.held == {1}
+    kind.hold(error)
+    assert kind.held == {1, 4, 7}

@@ -94,3 +94,15 @@ def test_live_bytes_while_a_step_runs():
         assert recorder.log.live_bytes == 8000
         del z
         assert recorder.log.live_bytes == 4000
+
+
+def test_what_came_back_otherwise_first_is_told_from_what_follows():
+    net, side, x = nn.Sequential(*(nn.Tanh() for _ in range(4))), nn.Sigmoid(), torch.ones(2, 4, requires_grad=True)
+    with Recorder() as recorder:
+        loss = net(x).sum() + side(x).sum()
+        loss.backward()
+    names = {op[1]: op[0] for op in recorder.log._ops if not op[7]}
+    tanhs = [tick for tick, name in names.items() if name == "aten.tanh.default"]
+    (sigmoid,) = (tick for tick, name in names.items() if name == "aten.sigmoid.default")
+    assert recorder.log.first_of({tanhs[1], tanhs[3]}) == {tanhs[1]}
+    assert recorder.log.first_of({tanhs[1], sigmoid}) == {tanhs[1], sigmoid}
