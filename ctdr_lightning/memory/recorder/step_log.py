@@ -20,7 +20,7 @@ from ctdr_lightning.memory.traces.overwrites import pin_what_cannot_wait
 from ctdr_lightning.memory.traces.trace import WEIGHT, OpRecord, Save, Trace, ValueRecord
 from ctdr_lightning.memory.values.op_traits import (
     overwritten,
-    pin_reason_of_call,
+    pin_reason_of_replay,
     pin_reason_on_gpu,
     traits,
     without_running_stats,
@@ -128,7 +128,7 @@ class StepLog:
         """Enter a call that has run; ``pin``: why it may not run again, ``rest_pin``: why later outputs stay."""
         op, backward = traits(func), self.backward
         if op.special:
-            pin = pin or pin_reason_of_call(func, args, kwargs)
+            pin = pin or pin_reason_of_replay(func, args, kwargs)
         outs, strided = _stored(out)
         if not (strided and self._strided):
             pin = pin or "a layout without a storage"

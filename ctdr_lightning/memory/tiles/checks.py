@@ -25,11 +25,11 @@ from ctdr_lightning.basics.torch_private import (
 from ctdr_lightning.memory.tiles.draws import axis_of_samples, drawn_shape
 from ctdr_lightning.memory.tiles.needless import Needless, needless_operators
 from ctdr_lightning.memory.tiles.tiled_run import Call, no_cast_cache, run_in_tiles
-from ctdr_lightning.memory.values.op_traits import COLLECTIVE, UNPROVEN, pin_reason_of_call, traits
+from ctdr_lightning.memory.values.op_traits import COLLECTIVE, RANDOM, UNPROVEN, pin_reason_of_call, traits
 
 _RANDOM = "draws random numbers for all samples at once"
 _FORBIDDEN = {
-    "random": _RANDOM, COLLECTIVE: "exchanges data with other processes",
+    RANDOM: _RANDOM, COLLECTIVE: "exchanges data with other processes",
     UNPROVEN: "runs an operator that is not torch's own", "higher-order operator": "runs a higher-order operator",
 }  # fmt: skip
 # Ends of class names of modules without parts. Conv1D is a linear layer of transformers; torch's own is Conv1d.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ctdr_lightning.basics.torch_private import OpMode
-from ctdr_lightning.memory.values.op_traits import pin_reason_of_call
+from ctdr_lightning.memory.values.op_traits import RANDOM, pin_reason_of_call
 
 aten = torch.ops.aten
 _FILLS = (aten.uniform_.default, aten.normal_.default, aten.exponential_.default)
@@ -84,7 +84,7 @@ class DrawnOnce(OpMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if pin_reason_of_call(func, args, kwargs) != "random":
+        if pin_reason_of_call(func, args, kwargs) != RANDOM:
             return func(*args, **kwargs)
         return _given(func, args, self._numbers(func, args, kwargs))
 

@@ -19,6 +19,16 @@ from ctdr_lightning.memory.values.tensors import has_storage, tensors_in
 COLLECTIVE = "collective"
 FILLABLE = "a constant that a kernel may fill"
 UNPROVEN = "an operator that was not seen to repeat itself"
+RANDOM = "random"
+# Pure functions of their arguments and the default generator of their first argument's device. Left out: ops that take
+# a generator, which may be the user's own; dropout within cuDNN's recurrent layers, whose state is cuDNN's.
+_DRAWS = {
+    f"aten.{name}.default"
+    for name in (
+        "native_dropout", "rand_like", "randn_like", "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    )
+}  # fmt: skip
 _EXCHANGING = {"c10d", "_c10d_functional", "c10d_functional", "fsdp", "symm_mem", "_dtensor"}
 _UNINITIALISED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
 # Operators of these are declared in full: torch's own, and those of torchvision, which are pure functions.
@@ -67,6 +77,7 @@ class OpTraits:
         view: Whether an output shares its input's storage unwritten.
         twin: The op that computes the same values out of place; None if there is none.
         dropout: Position of the dropout probability of an op that is random only through it, else None.
+        draws: Whether a random call of the op may run again from its generator's state.
         training: Position of the argument that tells whether BatchNorm trains; None where it always does.
         stats: Position of the first of BatchNorm's two running statistics.
         restrides: Whether it reads a storage beyond its argument's own elements.
@@ -80,7 +91,7 @@ class OpTraits:
     """
 
     __slots__ = (
-        "atomic", "batch_norm", "dropout", "foreign", "func", "name", "pin", "restrides", "shaped_by_numbers",
+        "atomic", "batch_norm", "draws", "dropout", "foreign", "func", "name", "pin", "restrides", "shaped_by_numbers",
         "special", "stats", "training", "twin", "unproven", "view", "workspaces", "writes", "written",
     )  # fmt: skip
 
@@ -107,6 +118,7 @@ class OpTraits:
         self.twin = _out_of_place(func) if mutable else func
         random = torch.Tag.nondeterministic_seeded in func.tags
         self.dropout = _position(func, "dropout_p") if random else None
+        self.draws = self.name in _DRAWS
         self.restrides = "as_strided" in schema.name
         self.atomic = schema.name.split("::")[1].removesuffix("_") in ATOMIC
         self.workspaces: tuple[int, ...] = _WORKSPACES.get(schema.name.split("::")[1], ())
@@ -130,7 +142,7 @@ class OpTraits:
         """Make this a higher-order operator: it has no schema, so nothing is known of the functions that it calls."""
         self.name = f"higher_order.{self.name}"
         self.batch_norm = self.view = self.restrides = self.atomic = self.shaped_by_numbers = False
-        self.foreign = self.unproven = False
+        self.foreign = self.unproven = self.draws = False
         self.workspaces = ()
         self.training = self.dropout = self.twin = None
         self.stats = 0
@@ -146,7 +158,7 @@ class OpTraits:
         if name in _RESIZING:
             return "another storage"
         if random and self.dropout is None:
-            return "random"
+            return RANDOM
         return "" if self.twin is not None else "in-place without a functional twin"
 
 
@@ -195,13 +207,24 @@ def is_float(dtype: torch.dtype) -> bool:
 
 
 def pin_reason_of_call(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Why this call may not be replayed, or the empty string."""
+    """Why this call may not simply run again, or the empty string."""
     op = traits(func)
     if op.dropout is not None and not op.pin:
-        return "random" if _argument(func, "dropout_p", args, kwargs, 0.0) else ""
+        return RANDOM if _argument(func, "dropout_p", args, kwargs, 0.0) else ""
     if op.restrides and args[0].nbytes != args[0].untyped_storage().nbytes():
         return "reads its storage beyond its argument"
     return op.pin or (UNPROVEN if op.unproven else "")
+
+
+def pin_reason_of_replay(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Why this call may not be replayed, its generator's state given; the empty string where it may."""
+    reason = pin_reason_of_call(func, args, kwargs)
+    return "" if reason == RANDOM and draws(func, args) else reason
+
+
+def draws(func: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether a call is one of an op that draws from a generator whose state can be put back."""
+    return traits(func).draws and args[0].device.type in ("cpu", "cuda")
 
 
 def may_run_twice(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -177,7 +177,7 @@ def _outputs(node: Node, have: dict[Value, Tensor]) -> tuple[Any, ...]:
     args = [have[a] if type(a) is Value else _real(a, have) if type(a) is list else a for a in node.args]
     kwargs = {k: _real(a, have) for k, a in node.kwargs.items()} if node.kwargs else node.kwargs
     set_grad_enabled(node.grad)
-    out = call_again(node.func, args, kwargs)
+    out = call_again(node.func, args, kwargs) if node.draw is None else node.draw.again(node.func, args, kwargs)
     outs = out if type(out) in (tuple, list) else (out,)
     tell_trackers(outs)
     return outs

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ctdr_lightning.basics.torch_private import OpOverload
+from ctdr_lightning.memory.values.generators import Draw
 from ctdr_lightning.memory.values.tensors import alias_of, version_of, wants_grad_itself
 
 _NO_KWARGS: dict[str, Any] = {}
@@ -176,7 +177,9 @@ def root_of(value: Value) -> Value:
 class Node:
     """One op call: its function, its arguments with values in the place of tensors, weak references to its outputs."""
 
-    __slots__ = ("__weakref__", "args", "func", "grad", "index", "kwargs", "outs", "seconds", "unit", "view", "written")
+    __slots__ = (
+        "__weakref__", "args", "draw", "func", "grad", "index", "kwargs", "outs", "seconds", "unit", "view", "written",
+    )  # fmt: skip
 
     def __init__(
         self, func: OpOverload | Callable[..., Tensor], index: float, unit: int = 0, view: bool = False
@@ -191,6 +194,7 @@ class Node:
         self.kwargs: dict[str, Any] = _NO_KWARGS
         self.outs: list[weakref.ref[Value] | None] = []
         self.seconds = 0.0
+        self.draw: Draw | None = None  # of a call that draws random numbers
 
     def place_of(self, value: Value) -> int:
         """Which of the call's outputs a value is."""

@@ -12,11 +12,13 @@ from torch.nn import Parameter
 
 from ctdr_lightning.basics.torch_private import NoTorchDispatch, OpOverload
 from ctdr_lightning.memory.values.gathered import GatheredStorages
+from ctdr_lightning.memory.values.generators import Draw
 from ctdr_lightning.memory.values.live_bytes import tell_trackers
 from ctdr_lightning.memory.values.op_traits import (
     COLLECTIVE,
     overwritten,
     pin_reason_of_call,
+    pin_reason_of_replay,
     traits,
     without_running_stats,
 )
@@ -115,10 +117,12 @@ class ValueTable:
         if op.special:
             if op.batch_norm:
                 args = without_running_stats(func, args, kwargs)
-            elif pin_reason_of_call(func, args, kwargs) or (op.written and not self._can_make_again(args[0])):
+            elif pin_reason_of_replay(func, args, kwargs) or (op.written and not self._can_make_again(args[0])):
                 return None
         node = Node(func, index, self.unit, op.view)
         node.written = bool(op.written)
+        if op.draws and pin_reason_of_call(func, args, kwargs):
+            node.draw = Draw(args[0].device)
         source, sources = self._source, self._sources
         try:
             node.args = tuple(
