@@ -1,6 +1,6 @@
 """Two-valued floats to bits: 1/32 of a float32's bytes, exact. Dropout's mask on a CPU is 0 or 1/(1-p).
 
-The mask is random, so that it can never be recomputed: only a codec or offload spares its bytes.
+The two operators that make it there cannot run again: only a codec or offload spares its bytes.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from ctdr_lightning.trainer.training_step.memory_stage import MemoryStage
 from ctdr_lightning.trainer.training_step.retry import retry, snapshot
 from tests import parts
 from tests.memory.leaks import assert_nothing_is_installed
+from tests.virtual_cuda.card import Card
 
 
 def trouble(where=None, at=1, message="CUDA out of memory. Tried to allocate 1 GiB.", times=1):
@@ -506,10 +507,10 @@ def test_signs_of_a_lack_of_memory(error, found):
     ],
 )
 def test_no_engine_is_a_lack_of_memory_on_a_gpu_that_is_nearly_full(said, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    for free, found in ((9, True), (50, False)):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 100))
-        assert retry.is_out_of_memory(RuntimeError(said)) is found
+    for taken, elsewhere, share, found in ((50, 41, 1.0, True), (50, 0, 1.0, False), (50, 0, 0.51, True)):
+        card = Card(taken, total_bytes=100, elsewhere_bytes=elsewhere).install(monkeypatch)
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _, share=share: share)
+        assert retry.is_out_of_memory(RuntimeError(said)) is found, card.now_bytes
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     assert not retry.is_out_of_memory(RuntimeError(said))
 

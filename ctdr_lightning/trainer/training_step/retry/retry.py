@@ -22,6 +22,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from ctdr_lightning.basics.errors import CTDRError, ReplayError
+from ctdr_lightning.basics.gpu_memory import counts, left_bytes
 from ctdr_lightning.memory.guide.step_guide import StepGuide
 from ctdr_lightning.trainer.modules import overrides
 from ctdr_lightning.trainer.training_step.layers import Backward, Chain, Layer, Step, loss_of
@@ -75,8 +76,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 def _nearly_full() -> bool:
     if not torch.cuda.is_initialized():
         return False
-    free, total = torch.cuda.mem_get_info()
-    return free < NEARLY_FULL * total
+    device = torch.device("cuda", torch.cuda.current_device())
+    now = counts(device)
+    most = left_bytes(device) + now.allocated  # of the card, as far as other processes and a cap allow
+    return most - now.reserved < NEARLY_FULL * most
 
 
 def _may_be_mended(error: BaseException) -> bool:
