@@ -507,7 +507,7 @@ def test_signs_of_a_lack_of_memory(error, found):
     ],
 )
 def test_no_engine_is_a_lack_of_memory_on_a_gpu_that_is_nearly_full(said, monkeypatch):
-    for taken, elsewhere, share, found in ((50, 41, 1.0, True), (50, 0, 1.0, False), (50, 0, 0.51, True)):
+    for taken, elsewhere, share, found in ((50, 45, 1.0, True), (50, 0, 1.0, False), (50, 0, 0.51, True)):
         card = Card(taken, total_bytes=100, elsewhere_bytes=elsewhere).install(monkeypatch)
         monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _, share=share: share)
         assert retry.is_out_of_memory(RuntimeError(said)) is found, card.now_bytes
