@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ctdr_lightning.basics.devices import DeviceModel, model_of
-from ctdr_lightning.basics.gpu_memory import counts, use_expandable_segments
+from ctdr_lightning.basics.gpu_memory import counts, free_cache, use_expandable_segments
 from ctdr_lightning.basics.registry import Registry
 from ctdr_lightning.basics.torch_private import OpOverload
 from ctdr_lightning.memory.simulator.evicted import SMALL_SHARE, EvictedSet
@@ -301,8 +301,7 @@ class Evictor:
         reached = min(self.live_bytes() + self.reserve_bytes, self._limit_bytes)
         self._given_up_bytes = self.budget_bytes - reached + share
         self.make_room()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        free_cache()
         return self.evictions > before
 
     def keep(self, value: Value, tensor: Tensor) -> None:

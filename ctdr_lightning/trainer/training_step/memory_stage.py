@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import OutOfMemoryError
 
-from ctdr_lightning.basics.gpu_memory import counts, read_budget
+from ctdr_lightning.basics.gpu_memory import counts, free_cache, read_budget
 from ctdr_lightning.memory import Plan, Trace
 from ctdr_lightning.memory.account.batch import BatchAccount
 from ctdr_lightning.memory.allocator.reserved import is_served
@@ -182,8 +182,12 @@ class MemoryStage:
         Args:
             kind: Its signature; None for the present kind.
         """
-        if self.session is not None:
-            self.session.plan_with(self.planner, kind)
+        if self.session is None:
+            return
+        before = self.planner.n_planned
+        self.session.plan_with(self.planner, kind)
+        if self.planner.n_planned > before:
+            free_cache()  # plans are made for an allocator without the pieces that other steps left in it
 
     def _replan(self) -> None:
         assert self.session is not None

@@ -22,7 +22,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from ctdr_lightning.basics.errors import CTDRError, ReplayError
-from ctdr_lightning.basics.gpu_memory import counts, left_bytes
+from ctdr_lightning.basics.gpu_memory import counts, free_cache, left_bytes
 from ctdr_lightning.memory.guide.step_guide import StepGuide
 from ctdr_lightning.trainer.modules import overrides
 from ctdr_lightning.trainer.training_step.layers import Backward, Chain, Layer, Step, loss_of
@@ -253,8 +253,7 @@ class Retry(Layer):
         snapshot.put_back()
         # frames and autograd's functions of the failed try may hold each other, and its tensors with them
         gc.collect()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        free_cache()
 
     def _hindrance(self, *, in_backward: bool) -> str:
         assert self._module is not None
