@@ -272,7 +272,7 @@ def a_static_batch_is_written_over_within_the_forward() -> Made:
 @unseen
 def a_tensor_is_written_over_when_nothing_reads_it_any_more() -> Made:
     def step(net: nn.Module) -> Tensor:
-        x = torch.rand_like(INPUTS)
+        x = torch.rand(INPUTS.shape, device=INPUTS.device)  # pinned, which `rand_like` is not
         h = x.exp()
         for layer in net.layers:
             h = layer(h).sigmoid() * x.sin()
