@@ -48,8 +48,8 @@ _before: dict[int, Counts] = {}  # by the device's index: peaks that a reset of 
 def use_expandable_segments(device: torch.device) -> None:
     """Have CUDA's allocator map pages into growing segments, so that free memory in pieces serves a large tensor.
 
-    An environment that names the setting, or another backend, is left as it is found. So is a driver that maps no
-    pages, such as that of some virtual GPUs.
+    Nothing changes where the environment names the setting or another backend, or where the driver maps no pages, as
+    for some virtual GPUs.
 
     Args:
         device: Of the steps; nothing is done for another one than a GPU.

@@ -305,14 +305,9 @@ def free_unused_pinned_memory() -> None:
 
 
 def set_cuda_allocator(settings: str) -> None:
-    """Change the settings of CUDA's allocator while it works: torch has a variable for them, which it reads once.
-
-    Args:
-        settings: All of them, as in ``PYTORCH_CUDA_ALLOC_CONF``.
-    """
-    # the second name gives way to the first, and warns so, from 2.10 on
-    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
-    change(settings)
+    """Give CUDA's allocator all of its settings anew, as in ``PYTORCH_CUDA_ALLOC_CONF``, which torch reads once."""
+    first = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # the second name warns where it exists
+    (first or torch.cuda.memory._set_allocator_settings)(settings)
 
 
 def dump_cuda_memory(path: str) -> None:

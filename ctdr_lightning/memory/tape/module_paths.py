@@ -6,6 +6,7 @@ import sys
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
@@ -15,13 +16,18 @@ from ctdr_lightning.memory.tape.inference_blocks import InferenceBlocks
 
 def has_compiled_forward(module: nn.Module) -> bool:
     """Whether ``torch.compile`` was called on a module."""
-    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+    return getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules
 
 
 def is_fsdp_unit(module: nn.Module) -> bool:
     """Whether a module's weights are gathered only around its own forward and backward."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # nothing is sharded where it was never imported
     return fsdp is not None and isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel))
+
+
+def may_have_fsdp_units() -> bool:
+    """Whether a module can be an FSDP unit: that takes a group of processes."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 class ModulePaths:

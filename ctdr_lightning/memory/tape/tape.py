@@ -33,9 +33,9 @@ from ctdr_lightning.memory.tape.clock import CpuClock
 from ctdr_lightning.memory.tape.collector_pause import CollectorPause
 from ctdr_lightning.memory.tape.courier import Belled, Courier
 from ctdr_lightning.memory.tape.hookless_regions import HooklessRegions
-from ctdr_lightning.memory.tape.line import Line
+from ctdr_lightning.memory.tape.line import Line, lines_of
 from ctdr_lightning.memory.tape.listener import Listener
-from ctdr_lightning.memory.tape.module_paths import ModulePaths
+from ctdr_lightning.memory.tape.module_paths import ModulePaths, may_have_fsdp_units
 from ctdr_lightning.memory.tape.online import Evictor, Online
 from ctdr_lightning.memory.tape.plan_verifier import Give, PlanVerifier, Take, verifier_of
 from ctdr_lightning.memory.tape.sleeper import Sleeper
@@ -117,11 +117,11 @@ class Tape(OpMode):
         self._verifier: PlanVerifier | None = None
         self.evictor = evictor
         self.diverged = ""
-        self._lines = plan.once("lines", lambda: [Line(line) for line in plan.script])
+        self._lines = plan.once("lines", lambda: lines_of(plan))
         self._length = len(self._lines)
         self._table = ValueTable()
         self._online = Online(evictor, self._table) if evictor is not None else None
-        self._paths = ModulePaths()
+        self._paths = ModulePaths() if may_have_fsdp_units() else None
         self._pause = CollectorPause()
         self._courier = Courier(plan.away, _own_holders(self) if holders is None else holders) if plan.away else None
         self._unseen = HigherOrderUnseen()
@@ -144,7 +144,8 @@ class Tape(OpMode):
                 self.evictor.verifier = self._online_verifier()
                 self.evictor.on(torch.device(self.plan.trace.device))
                 self.evictor.__enter__()
-                self._paths.__enter__()
+                if self._paths is not None:
+                    self._paths.__enter__()
                 self._counting = self.evictor if self.evictor.counts else None
             if self.plan.regions.worthwhile and self._counting is None:
                 self._sleeper = Sleeper(self.plan.regions, self._switch, self._wake, self._listen)
@@ -182,7 +183,8 @@ class Tape(OpMode):
             self._switch(True)
         super().__exit__(kind, error, tb)
         if self.evictor is not None:
-            self._paths.__exit__(kind, error, tb)
+            if self._paths is not None:
+                self._paths.__exit__(kind, error, tb)
             self.evictor.__exit__(kind, error, tb)
         if self._listener.on:
             self._listener.turn(False)
@@ -213,18 +215,19 @@ class Tape(OpMode):
             counting = self._counting if self.diverged else None
             return func(*args, **kwargs) if counting is None else counting.run(func, args, kwargs)
         index = self._index
-        if func is _DETACH and self._saves_by_itself(index):
-            return func(*args, **kwargs)
-        self._index = index + 1
         line = self._lines[index] if index < self._length else None
         if line is None or line.func is not func or self.diverged:
-            if func.namespace == "prim":  # questions such as a fake tensor's device: the recorder logs none either
-                self._index = index
+            # of `prim` are questions, such as a fake tensor's device, which the recorder leaves out too
+            if func.namespace == "prim" or (func is _DETACH and _saves_by_itself(line)):
                 return func(*args, **kwargs)
             if self.diverged or not self._expected(func, line, index):
+                self._index = index + 1
                 return self._differing(func, index, types, args, kwargs)
             assert line is not None
-        self._listen(line.saves)
+        self._index = index + 1
+        listener, saves = self._listener, line.saves
+        if saves is not None and listener is not None and listener.on is not saves:
+            listener.turn(saves)
         out = func(*args, **kwargs) if line.plain else self._planned(line, index, args, kwargs)
         if self._counting is not None:
             self._counting.live.note_gather(func, args, kwargs)
@@ -257,13 +260,9 @@ class Tape(OpMode):
         barred = self._listener is not None and self._listener.barred
         if online is None or barred or (types and pin_reason_of_types(tuple(types))):
             return self._unplanned(func, args, kwargs)
-        self._table.unit = self._paths.unit
+        self._table.unit = self._paths.unit if self._paths is not None else 0
         online.evictor.live.ignore(tensors_in((*args, *kwargs.values())))
         return online.call(func, index, args, kwargs, self._clock)[0]
-
-    def _saves_by_itself(self, index: int) -> bool:
-        """Whether a detach is autograd's own: it saves an output while we do not listen, or wraps a shared tensor."""
-        return not (index < len(self._lines) and self._lines[index].name == _DETACH_NAME)
 
     def _planned(self, line: Line, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         func, table = line.func, self._table
@@ -366,6 +365,11 @@ class Tape(OpMode):
         if self._courier is not None and root_of(value).comes_back == SIGNS:
             return SignHandle(value)
         return Handle(value)
+
+
+def _saves_by_itself(line: Line | None) -> bool:
+    """Whether a detach is autograd's own: it saves an output while we do not listen, or wraps a shared tensor."""
+    return line is None or line.name != _DETACH_NAME
 
 
 def _another_graph() -> ReplayError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -107,19 +107,15 @@ class _plain_execution:
 
     def __enter__(self) -> None:
         self._grad = torch.is_grad_enabled()
-        modes = no_dispatch_modes() if n_dispatch_modes() else nullcontext()
-        self._guards: tuple[AbstractContextManager[Any], ...] = (
-            modes,
-            BelowAutograd(),
-            ExcludeKeys(AUTOCAST_KEYS),
-        )
+        modes = (no_dispatch_modes(),) if n_dispatch_modes() else ()
+        self._guards: tuple[AbstractContextManager[Any], ...] = (*modes, BelowAutograd(), ExcludeKeys(AUTOCAST_KEYS))
         for guard in self._guards:
             guard.__enter__()
 
     def __exit__(self, *exc: object) -> None:
         for guard in reversed(self._guards):
             guard.__exit__(*exc)
-        torch.set_grad_enabled(self._grad)
+        set_grad_enabled(self._grad)
 
 
 def _run(target: Value, keeper: Keeper, room: Callable[[], None] | None) -> Tensor:

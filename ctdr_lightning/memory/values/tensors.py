@@ -14,6 +14,7 @@ from ctdr_lightning.basics.torch_private import (
     NoTorchDispatch,
     SetKeyExcluded,
     is_key_excluded,
+    n_dispatch_modes,
     no_dispatch_modes,
     strided_parts,
 )
@@ -73,18 +74,18 @@ def tensors_in(args: Any) -> Iterator[Tensor]:
 def alias_of(tensor: Tensor) -> Tensor:
     """A detached tensor object on the same storage and version counter, so that writes in place are noticed."""
     if type(tensor) in _PLAIN:
+        if not n_dispatch_modes():  # as below a mode's function
+            return _detached(tensor)
         with NoTorchDispatch():
-            return tensor.detach() if _in_autograd() else _detach_sharing_version(tensor)
+            return _detached(tensor)
     with no_dispatch_modes():  # subclasses (fake tensors, DTensor) bring their own dispatch
         return tensor.detach()
 
 
-def _in_autograd() -> bool:
-    return not is_key_excluded(_ADINPLACE)
-
-
-def _detach_sharing_version(tensor: Tensor) -> Tensor:
-    with SetKeyExcluded(_ADINPLACE, False):
+def _detached(tensor: Tensor) -> Tensor:
+    if not is_key_excluded(_ADINPLACE):  # in autograd
+        return tensor.detach()
+    with SetKeyExcluded(_ADINPLACE, False):  # so that the version is shared
         return tensor.detach()
 
 

@@ -54,7 +54,8 @@ class ValueTable:
         self._values: dict[int, Value] = {}
         self._unfiled: list[weakref.ref[Value]] = []
         self._leaves: list[Value] = []  # of values whose tensors live as long as the model
-        self._read: set[int] = set()  # storages on which there is, or was, a value
+        # Storages on which there is a value. A dead one's place is soon another's: a mask of dropout is written there.
+        self._read: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._gathers = GatheredStorages()
         self._gathered: set[int] = set()  # storages of weights that an FSDP unit read
         self._files: dict[int, tuple[weakref.ref[torch.UntypedStorage] | None, list[weakref.ref[Value]]]] = {}
@@ -170,9 +171,10 @@ class ValueTable:
 
     def _holding(self, tensor: Tensor) -> Value:
         value = Value()
-        self._read.add(tensor.untyped_storage()._cdata)  # raises where a layout has none
+        storage = tensor.untyped_storage()  # raises where a layout has none
+        self._read[storage._cdata] = weakref.ref(storage)
         if self.unit and isinstance(tensor, Parameter):
-            self._gathered.add(tensor.untyped_storage()._cdata)
+            self._gathered.add(storage._cdata)
         if type(tensor) is Parameter and tensor.requires_grad:  # then it is a leaf
             value.keep_leaf(tensor)
             self._leaves.append(value)
@@ -197,7 +199,8 @@ class ValueTable:
             storage = storage_of(tensor)
             if storage is None or (collective and storage._cdata in self._gathered):
                 continue
-            if storage._cdata in self._read:
+            known = self._read.get(storage._cdata)
+            if known is not None and known() is storage:
                 values = self._on(storage)
                 for value in values:
                     self._forget(value)
@@ -237,7 +240,7 @@ class ValueTable:
             if held is None or held.untyped_storage() is not storage:
                 continue
             copy = copy if copy is not None else storage.clone()
-            self._read.add(copy._cdata)
+            self._read[copy._cdata] = weakref.ref(copy)
             value.keep(held.new_empty(0).set_(copy, held.storage_offset(), held.shape, held.stride()))
             tell_trackers((value.tensor,))
 
@@ -284,8 +287,7 @@ class ValueTable:
         value.version = version_of(tensor)
         value.program_tensor = weak = TensorRef(tensor, self._on_death)
         weak.key = key
-        self._read.add(storage._cdata)
-        value.storage_ref = weakref.ref(storage)
+        self._read[storage._cdata] = value.storage_ref = weakref.ref(storage)
         owner = weakref.ref(value)
         self._unfiled.append(owner)
         return owner
