@@ -87,8 +87,9 @@ def test_what_is_there_all_along_counts_and_nothing_is_touched(net):
     assert all(p.grad is None for p in net.parameters())
 
 
-def test_on_a_gpu_it_is_the_batch_that_the_allocator_holds():
+def test_on_a_gpu_it_is_the_batch_that_the_allocator_holds(monkeypatch):
     """The tensors of a larger one would fit, but not what is reserved for them."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
     torch.manual_seed(0)
     wide = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.Tanh())))
 

@@ -7,10 +7,11 @@ Reproduced: sizes are rounded up to 512 bytes; up to 1 MiB come from the small p
     the smallest free block that is large enough is taken, the one with the lower address among equals; it is split
     where 512 bytes (small pool) or more than 1 MiB (large pool) are left over; a freed block is joined with its free
     neighbours; where a limit is reached, segments that are wholly free go back and the request is tried again. With
-    expandable segments a pool is one segment, which grows by pages of 2 MiB (small) or 20 MiB (large) and is split
-    wherever 512 bytes are left over; its free end counts as large as it can grow, so that another block is preferred.
-Left out: more than one stream, ``max_split_size_mb``, ``roundup_power2_divisions``, garbage collection by threshold;
-    of an expandable segment only the pages at its end go back at the limit, so that it is judged a little too hard.
+    expandable segments a pool is one range of addresses, in which pages of 2 MiB (small) or 20 MiB (large) are mapped,
+    and blocks are split wherever 512 bytes are left over. Where a limit is reached, each whole page within a free block
+    is unmapped. Such a hole is mapped again where it and the free blocks next to it have the addresses for a request,
+    the lowest first. A free block in front of a hole counts as large as both, so that another block is preferred.
+Left out: more than one stream, ``max_split_size_mb``, ``roundup_power2_divisions``, garbage collection by threshold.
 
 Complexity: O(log n) comparisons an event for n free blocks, and a list insertion.
 """
@@ -29,7 +30,7 @@ SMALL_SEGMENT = 2 << 20
 LARGE_SEGMENT = 20 << 20
 LARGE_SEGMENT_BELOW = 10 << 20
 LARGE_GRANULE = 2 << 20
-LARGE_POOL_BEGINS = LARGE_SEGMENT << 28  # beyond every address of the small pool
+LARGE_POOL_BEGINS = LARGE_SEGMENT << 28  # beyond every address of the small pool; also the addresses of a pool
 
 
 class NoMemoryLeft(Exception):
@@ -45,6 +46,7 @@ class Block:
         n_bytes: Its size, at least the rounded request.
         pool: The pool that it returns to.
         free: Whether it waits in the pool.
+        mapped: Whether there is memory at its addresses; where not, it is a hole of an expandable segment.
         before: Its neighbour at lower addresses of the same segment.
         after: Its neighbour at higher addresses of the same segment.
     """
@@ -53,6 +55,7 @@ class Block:
     n_bytes: int
     pool: _Pool = field(repr=False)
     free: bool = False
+    mapped: bool = True
     before: Block | None = field(default=None, repr=False)
     after: Block | None = field(default=None, repr=False)
 
@@ -63,7 +66,9 @@ class _Pool:
     def __init__(self, small: bool) -> None:
         self.small = small
         self.free: list[tuple[int, int, Block]] = []
-        self.last: Block | None = None  # the end of the pool's expandable segment
+        begin = 0 if small else LARGE_POOL_BEGINS
+        self.page = SMALL_SEGMENT if small else LARGE_SEGMENT
+        self.holes = [Block(begin, LARGE_POOL_BEGINS, self, mapped=False)]  # of an expandable segment, by address
 
     def add(self, block: Block) -> None:
         block.free = True
@@ -79,9 +84,9 @@ class _Pool:
         place = bisect_left(self.free, (n_bytes, -1), key=lambda entry: entry[:2])
         if place == len(self.free):
             return None
+        while place + 1 < len(self.free) and _can_be(self.free[place + 1][2]) < _can_be(self.free[place][2]):
+            place += 1
         block = self.free[place][2]
-        if block is self.last and place + 1 < len(self.free):
-            block = self.free[place + 1][2]  # the end of a segment that can grow counts as the largest
         self.remove(block)
         return block
 
@@ -139,37 +144,19 @@ class CachingAllocator:
     def free(self, block: Block) -> None:
         """Take a block back, and join it with its free neighbours."""
         self.allocated_bytes -= block.n_bytes
+        self._join_free(block)
+
+    def _join_free(self, block: Block) -> None:
         for other in (block.before, block.after):
             if other is not None and other.free:
                 block.pool.remove(other)
-                self._join(block, other)
+                _join(block, other)
         block.pool.add(block)
 
-    def _join(self, block: Block, other: Block) -> None:
-        if other is block.before:
-            block.address, block.before = other.address, other.before
-            if block.before is not None:
-                block.before.after = block
-        else:
-            block.after = other.after
-            if block.after is not None:
-                block.after.before = block
-            if block.pool.last is other:
-                block.pool.last = block
-        block.n_bytes += other.n_bytes
-
     def _split(self, block: Block, size: int) -> None:
-        rest = block.n_bytes - size
         least = SMALLEST if block.pool.small or self.expandable else SMALL_REQUEST + 1
-        if rest < least:
-            return
-        remainder = Block(block.address + size, rest, block.pool, before=block, after=block.after)
-        if block.after is not None:
-            block.after.before = remainder
-        block.after, block.n_bytes = remainder, size
-        if block.pool.last is block:
-            block.pool.last = remainder
-        block.pool.add(remainder)
+        if block.n_bytes - size >= least:
+            block.pool.add(_cut(block, size))
 
     def _grow(self, pool: _Pool, size: int) -> Block | None:
         return self._extend(pool, size) if self.expandable else self._new_segment(pool, size)
@@ -183,22 +170,30 @@ class CachingAllocator:
         return block
 
     def _extend(self, pool: _Pool, size: int) -> Block | None:
-        """Map pages behind the pool's segment; a free block at its end is made longer."""
-        page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
-        end = pool.last if pool.last is not None and pool.last.free else None
-        n_bytes = -(-(size - (end.n_bytes if end is not None else 0)) // page) * page
-        if not self._reserve(n_bytes):
+        """Map pages where the free blocks and holes in a row, the lowest first, have addresses enough."""
+        block = next(first for first in map(_first_of_row, pool.holes) if _is_roomy(first, size))
+        if not block.mapped and not self._map(block, min(size, block.n_bytes)):
             return None
-        if end is not None:
-            pool.remove(end)
-            end.n_bytes += n_bytes
-            return end
-        before = pool.last
-        address = before.address + before.n_bytes if before is not None else LARGE_POOL_BEGINS * (not pool.small)
-        pool.last = Block(address, n_bytes, pool, before=before)
-        if before is not None:
-            before.after = pool.last
-        return pool.last
+        while block.n_bytes < size:
+            hole = block.after
+            assert hole is not None
+            if not self._map(hole, min(size - block.n_bytes, hole.n_bytes)):
+                return None
+            block = hole
+        pool.remove(block)
+        return block
+
+    def _map(self, hole: Block, n_bytes: int) -> bool:
+        """Map the first pages of a hole, which joins its free neighbours. Returns whether the limit allows it."""
+        pool = hole.pool
+        n_bytes = -(-n_bytes // pool.page) * pool.page
+        if not self._reserve(n_bytes):
+            return False
+        place = pool.holes.index(hole)
+        pool.holes[place : place + 1] = [_cut(hole, n_bytes)] if n_bytes < hole.n_bytes else []
+        hole.mapped = True
+        self._join_free(hole)
+        return True
 
     def _reserve(self, n_bytes: int) -> bool:
         if self.limit_bytes is not None and self.reserved_bytes + n_bytes > self.limit_bytes:
@@ -208,32 +203,78 @@ class CachingAllocator:
         return True
 
     def _flush(self) -> None:
-        """Give free memory back: whole segments, or the pages at the end of expandable ones."""
+        """Give free memory back: whole segments, or the whole pages of expandable ones."""
         self.n_flushes += 1
         for pool in self._pools:
-            if self.expandable:
-                self._unmap(pool)
-                continue
             for _, _, block in list(pool.free):
-                if block.before is None and block.after is None:
+                if self.expandable:
+                    self._unmap(block)
+                elif block.before is None and block.after is None:
                     pool.remove(block)
                     self.reserved_bytes -= block.n_bytes
 
-    def _unmap(self, pool: _Pool) -> None:
-        page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
-        block = pool.last
-        n_bytes = block.n_bytes // page * page if block is not None and block.free else 0
-        if block is None or not n_bytes:
+    def _unmap(self, block: Block) -> None:
+        """Make a hole of the whole pages within a free block."""
+        pool = block.pool
+        first = -(-block.address // pool.page) * pool.page
+        end = (block.address + block.n_bytes) // pool.page * pool.page
+        if end <= first:
             return
         pool.remove(block)
-        self.reserved_bytes -= n_bytes
-        block.n_bytes -= n_bytes
-        if block.n_bytes:
+        self.reserved_bytes -= end - first
+        hole = block
+        if first > block.address:
+            hole = _cut(block, first - block.address)
             pool.add(block)
-            return
-        pool.last = block.before
+        if hole.n_bytes > end - first:
+            pool.add(_cut(hole, end - first))
+        hole.mapped = False
+        for other in (hole.before, hole.after):
+            if other is not None and not other.mapped:
+                pool.holes.remove(other)
+                _join(hole, other)
+        insort(pool.holes, hole, key=lambda each: each.address)
+
+
+def _cut(block: Block, n_bytes: int) -> Block:
+    """Leave so many bytes to a block. Returns the rest, its new neighbour."""
+    rest = Block(
+        block.address + n_bytes, block.n_bytes - n_bytes, block.pool, False, block.mapped, block, block.after
+    )  # fmt: skip
+    if block.after is not None:
+        block.after.before = rest
+    block.after, block.n_bytes = rest, n_bytes
+    return rest
+
+
+def _join(block: Block, other: Block) -> None:
+    """Add a neighbour's bytes to a block."""
+    if other is block.before:
+        block.address, block.before = other.address, other.before
         if block.before is not None:
-            block.before.after = None
+            block.before.after = block
+    else:
+        block.after = other.after
+        if block.after is not None:
+            block.after.before = block
+    block.n_bytes += other.n_bytes
+
+
+def _can_be(block: Block) -> int:
+    """Bytes of a free block with the hole behind it."""
+    return block.n_bytes + (block.after.n_bytes if block.after is not None and not block.after.mapped else 0)
+
+
+def _first_of_row(hole: Block) -> Block:
+    return hole.before if hole.before is not None and hole.before.free else hole
+
+
+def _is_roomy(block: Block | None, size: int) -> bool:
+    """Whether the free blocks and holes in a row have so many addresses."""
+    while size > 0 and block is not None and (block.free or not block.mapped):
+        size -= block.n_bytes
+        block = block.after
+    return size <= 0
 
 
 def segment_bytes(size: int) -> int:

@@ -19,6 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+from math import inf
 
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.memory.bounds.lower_bound import floor_bytes
@@ -53,6 +56,8 @@ CODECS_SHARE, LINKS_SHARE = 0.1, 0.5
 WORTH_OTHERS = 0.005
 # Of the plans of recomputation that take too much, so many are tried with swaps. Not tuned.
 N_SWAPPED = 16
+# Of the allowance, the share for one more plan for less.
+BELOW_SHARE = 0.2
 NOTHING = 1e-6  # sums of seconds differ by rounding
 
 
@@ -63,10 +68,61 @@ def auto(step: Prepared, budget: Budget) -> Timeline:
     With ``budget.seconds`` the peak is made as small as that time allows; with ``budget.peak_bytes`` the time as short
     as that peak allows; with neither everything is kept. If nothing fits, the closest plan is returned.
     """
+    return Descent(step, budget).first
+
+
+class Descent:
+    """A plan of ``auto``, and the plans for less that its search goes on to.
+
+    They are for an allocator that cannot serve the first: each takes a fifth of a search, and is about as good as the
+    plan of a search of its own.
+
+    Args:
+        step: The step to plan.
+        budget: Its limits.
+
+    Attributes:
+        first: The plan.
+    """
+
+    def __init__(self, step: Prepared, budget: Budget) -> None:
+        self._step, self._budget = step, budget
+        fits = budget.peak_bytes is None or step.plain_peak_bytes <= budget.peak_bytes
+        self._is_plain = budget.seconds is None and fits
+        self.first = judge(step, {}) if self._is_plain else _best(step, budget, self._search)
+
+    @cached_property
+    def _search(self) -> LocalSearch:
+        return _search(self._step, self._budget)
+
+    def below(self, limit_bytes: int) -> Timeline | None:
+        """A plan for less, made from the fastest for the least more; None where none was found.
+
+        Args:
+            limit_bytes: Its peak, below those that were asked for before.
+        """
+        step, budget = self._step, self._budget
+        if floor_bytes(step) > limit_bytes:
+            return None
+        if step.trace.links or step.trace.codecs:
+            made = Descent(step, replace(budget, peak_bytes=limit_bytes)).first
+            return made if made.peak_bytes <= limit_bytes else None
+        return self._lower(limit_bytes)
+
+    def _lower(self, limit_bytes: int) -> Timeline | None:
+        search, frontier = self._search, self._search.frontier
+        search.allow(inf)
+        nearest = next((point for point in frontier if point.peak_bytes > limit_bytes), None)
+        if nearest is not None:
+            with search.at_most(BELOW_SHARE):
+                search.polish(frontier.actions(nearest), limit_bytes)
+        point = frontier.at(limit_bytes)
+        return None if point is None else judge(self._step, frontier.actions(point))
+
+
+def _best(step: Prepared, budget: Budget, search: LocalSearch) -> Timeline:
+    """The plan of a whole search."""
     limit = budget.peak_bytes
-    if budget.seconds is None and (limit is None or step.plain_peak_bytes <= limit):
-        return judge(step, {})
-    search = _search(step, budget)
     if budget.seconds is not None:
         best = smallest_within(step, search, budget.seconds)
     else:

@@ -112,3 +112,42 @@ def test_the_end_of_an_expandable_segment_is_taken_last():
     allocator.allocate(9 * MIB)
     assert allocator.allocate(3 * MIB).address == begin + 16 * MIB  # nothing else is left
     assert allocator.reserved_bytes == 20 * MIB
+
+
+def test_holes_of_an_expandable_segment_are_mapped_again():
+    allocator = CachingAllocator(120 * MIB, expandable=True)
+    blocks = [allocator.allocate(20 * MIB) for _ in range(5)]
+    for block in (blocks[1], blocks[3]):
+        allocator.free(block)
+    end = blocks[4].address + 20 * MIB
+    assert allocator.allocate(40 * MIB).address == end  # 60 stay, and two holes of 20
+    assert (allocator.n_flushes, allocator.reserved_bytes) == (1, 100 * MIB)
+    begin = blocks[0].address
+    for block in (blocks[0], blocks[2]):
+        allocator.free(block)
+    assert allocator.allocate(60 * MIB).address == begin  # a hole between two free blocks
+    assert (allocator.n_flushes, allocator.reserved_bytes) == (1, 120 * MIB)
+
+
+def test_of_a_free_block_the_whole_pages_are_unmapped():
+    allocator = CachingAllocator(60 * MIB, expandable=True)
+    first, second = allocator.allocate(10 * MIB), allocator.allocate(50 * MIB)
+    allocator.free(second)
+    with pytest.raises(NoMemoryLeft):
+        allocator.allocate(51 * MIB)  # 70 MiB in four pages
+    assert allocator.reserved_bytes == 20 * MIB
+    assert allocator.allocate(50 * MIB).address == first.address + 10 * MIB
+    assert allocator.reserved_bytes == 60 * MIB
+
+
+def test_unmapped_neighbours_are_one_hole():
+    allocator = CachingAllocator(60 * MIB, expandable=True)
+    first, second, third = (allocator.allocate(20 * MIB) for _ in range(3))
+    begin = first.address
+    for block in (first, second):
+        allocator.free(block)
+        with pytest.raises(NoMemoryLeft):
+            allocator.allocate(60 * MIB)
+    assert allocator.reserved_bytes == 20 * MIB
+    assert allocator.allocate(40 * MIB).address == begin
+    assert third.address == begin + 40 * MIB

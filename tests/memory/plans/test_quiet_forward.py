@@ -1,12 +1,13 @@
 """A GPU's plan is one whose forward the host can keep up with."""
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 import torch
 from torch import nn
 
-from ctdr_lightning.memory import plan, record_fake, simulate
+from ctdr_lightning.memory import Prepared, plan, record_fake, simulate
 from ctdr_lightning.memory.many_shapes import ManyShapes
 from ctdr_lightning.memory.plans import quiet_forward
 from ctdr_lightning.memory.plans.plan import _OP_S, _SEEN_S
@@ -62,6 +63,25 @@ def test_on_a_processor_and_in_a_compiled_graph_nothing_waits(elsewhere):
     made = plan(step, budget_of(step, 0.75))
     assert made.host_wait_seconds == 0
     assert "for the host" not in made.explain()
+
+
+def test_the_beginning_that_is_foretold_to_be_fastest_is_planned_first():
+    step = Prepared(trace(4096))
+    parts = quiet_forward.beginnings(step)
+    assert list(parts)[-1] is step
+    waits = list(parts.values())
+    assert waits == sorted(waits)
+    assert len(waits) > 2
+    first, *_, last = parts
+    assert quiet_forward.quietest(step, parts, lambda part: 1.0) is first
+    assert quiet_forward.quietest(step, parts, lambda part: 1.0 if part is first else 0.0) is not first
+    assert quiet_forward.quietest(step, parts, lambda part: 1.0 if part is last else inf) is last
+    assert quiet_forward.quietest(step, parts, lambda part: inf) is step  # nothing fits
+
+
+def test_a_forward_that_keeps_the_device_busy_has_no_beginnings():
+    step = Prepared(trace(2**21))
+    assert list(quiet_forward.beginnings(step)) == [step]
 
 
 def test_long_kernels_wait_for_nobody():

@@ -5,6 +5,7 @@ import pytest
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.memory import POLICIES, Budget, Prepared, Trace, plan, simulate
 from ctdr_lightning.memory.bounds.lower_bound import lower_bound_seconds
+from ctdr_lightning.memory.policies.auto import Descent
 from ctdr_lightning.memory.search.fastest import NO_GAP
 from tests.memory.graphs import GRAPHS, chain, graph_trace
 from tests.memory.policies.nets import quick
@@ -111,3 +112,22 @@ def test_an_answer_does_not_depend_on_what_was_asked_before():
     tight, usual = (Budget(peak_bytes=at(trace, share)) for share in (0.2, 0.8))
     POLICIES["auto"](trace, tight)
     assert POLICIES["auto"](trace, usual).actions == POLICIES["auto"](Trace.from_json(trace.to_json()), usual).actions
+
+
+@pytest.mark.parametrize("name", ["R", "T"])
+def test_a_search_that_goes_on_is_about_as_good_as_a_new_one(name):
+    step = Prepared(TRACES[name]())
+    descent = Descent(step, Budget(peak_bytes=at(step.trace, 0.8)))
+    for share in (0.77, 0.7, 0.65):
+        limit = at(step.trace, share)
+        lower, new = descent.below(limit), POLICIES["auto"](step, Budget(peak_bytes=limit))
+        assert lower.peak_bytes <= limit
+        assert lower.seconds <= 1.02 * new.seconds
+    assert descent.below(step.trace.resident_bytes) is None
+
+
+def test_a_search_goes_on_from_a_step_that_fits():
+    step = Prepared(TRACES["R"]())
+    descent = Descent(step, Budget(peak_bytes=step.plain_peak_bytes))
+    assert not descent.first.actions
+    assert descent.below(at(step.trace, 0.95)).peak_bytes <= at(step.trace, 0.95)
