@@ -327,9 +327,8 @@ def _not_even_one(
             f"Allow more by max_slowdown={1.05 * slowdown:.2f}.",
             least_peak_bytes=made.peak_bytes,
         )
-    expandable = expandable_segments()
-    reserved = made.reserved.expandable_bytes if expandable else made.reserved.reserved_bytes
-    or_else = "" if expandable else ", or let PYTORCH_CUDA_ALLOC_CONF allow expandable segments"
+    reserved = made.reserved.budget_bytes
+    or_else = "" if expandable_segments() else ", or let PYTORCH_CUDA_ALLOC_CONF allow expandable segments"
     return InfeasibleBudgetError(
         f"{problem}: its tensors take {format_bytes(made.peak_bytes)}, for which CUDA's allocator reserves "
         f"{format_bytes(reserved)}",

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError
-from ctdr_lightning.basics.gpu_memory import use_expandable_segments
+from ctdr_lightning.basics.gpu_memory import free_cache, use_expandable_segments
 from ctdr_lightning.basics.progress_bar import one_bar
 from ctdr_lightning.joint.budget_fit import BudgetFit
 from ctdr_lightning.recovery.transaction import all_or_nothing, layers_as_now
@@ -148,6 +148,8 @@ class FitRun:
         if not is_sharded(trainer.strategy) and overrides(module, "configure_model"):
             module.configure_model()
         self._or_leave_dense(partial(self._cut_if_asked, trainer, module))
+        if self._options.memory_budget is not None:
+            free_cache()  # of the steps that a choice of ranks ran: the weights would come to lie among their pieces
 
     def _or_leave_dense(self, attempt: Callable[[], None]) -> None:
         """Make an attempt; where it fails for a cut that nobody asked for, leave the layers dense and make it again."""

@@ -16,6 +16,9 @@ from ctdr_lightning.memory.simulator.schedule import simulate
 from ctdr_lightning.memory.traces.optimizer import NO_OPTIMIZER, OptimizerBytes
 from ctdr_lightning.memory.traces.trace import Trace
 
+# For a list of losses that grows by 4 bytes a step: 1,024 of them before plans are made anew.
+LEAST_ROOM_BYTES = 4096
+
 
 @dataclass(frozen=True)
 class BatchAccount:
@@ -100,7 +103,7 @@ class BatchAccount:
 
 def with_room(copied_bytes: int) -> int:
     """The bytes to plan for copies: batches of many sizes have copies of many sizes, and each growth plans all anew."""
-    return copied_bytes + copied_bytes // 8
+    return copied_bytes + max(copied_bytes // 8, LEAST_ROOM_BYTES) if copied_bytes else 0
 
 
 def _gradients_freed(trace: Trace, sizes: Iterable[int]) -> Trace:

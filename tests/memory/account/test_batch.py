@@ -78,4 +78,8 @@ def test_no_plan_goes_below_the_floor_and_a_peak_beyond_the_budget_says_so(step)
 
 
 def test_copies_get_an_eighth_of_room():
-    assert [with_room(n) for n in (0, 7, 8, 800)] == [0, 7, 9, 900]
+    assert [with_room(n) for n in (0, 80_000)] == [0, 90_000]
+
+
+def test_copies_that_grow_by_a_number_a_step_have_room_for_a_thousand_steps():
+    assert with_room(4) >= 4 * 1024

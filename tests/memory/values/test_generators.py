@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ctdr_lightning.memory import KEEP, RECOMPUTE, plan, record, record_fake
-from ctdr_lightning.memory.values.generators import Draw
+from ctdr_lightning.memory.values.generators import Draw, generator_of
 from ctdr_lightning.memory.values.op_traits import pin_reason_of_call, pin_reason_of_replay
 from tests.memory.programs import X, exact
 
@@ -64,7 +64,7 @@ def test_a_replay_in_the_backward_leaves_its_random_calls_their_numbers():
 
 def test_the_generator_goes_on_from_where_it_is():
     torch.manual_seed(3)
-    draw = Draw(torch.device("cpu"))
+    draw = Draw(X.device)
     first, second = torch.rand(4), torch.rand(4)
     torch.manual_seed(3)
     torch.rand(4)
@@ -74,7 +74,8 @@ def test_the_generator_goes_on_from_where_it_is():
 
 
 def test_the_generator_gets_its_state_back_from_a_failed_call():
-    state, draw = torch.get_rng_state(), Draw(torch.device("cpu"))
+    draw = Draw(X.device)
+    state = generator_of(X.device).get_state()
 
     def fails():
         torch.rand(4)
@@ -82,7 +83,7 @@ def test_the_generator_gets_its_state_back_from_a_failed_call():
 
     with pytest.raises(RuntimeError):
         draw.again(fails, [], {})
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(generator_of(X.device).get_state(), state)
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,7 @@ def test_a_plan_with_room_for_what_is_held_in_addition_stays(monkeypatch):
 @pytest.mark.parametrize("again", [True, False], ids=["served before", "never served"])
 def test_a_plan_that_the_allocator_would_no_longer_serve_is_made_again(monkeypatch, again):
     """Its tensors would fit beside what is held, but not with the pieces between them."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
     card = Card().install(monkeypatch)
     stage, sets = looking(monkeypatch, peak_bytes=0)
     net = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.Tanh())))

@@ -531,4 +531,15 @@ def test_memory_that_cannot_be_pinned_is_not_tried_again(monkeypatch):
 def test_repeated_loss_is_scaled_like_the_first(accumulate, scale):
     loss = torch.tensor(0.7, requires_grad=True)
     given = loss / accumulate * scale
-    assert torch.equal(retry.scaled_like(loss * 1, loss.detach(), given.detach()), given)
+    assert torch.equal(retry.scaled_like(loss * 1, loss.detach(), given.detach(), accumulate), given)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_repeated_step_runs_under_autocast_like_the_first(where, tmp_path):
+    trainer = {"precision": "bf16-mixed"}
+    want, _ = fit(Net(), tmp_path, trainer=trainer)
+    found, callback = fit(Net(trouble(where, 2)), tmp_path, trainer=trainer)
+    said = [words_of(event) for event in callback.run.memory.session.events]
+    assert any("ran out of memory" in text for text in said)
+    assert not [text for text in said if "differed" in text]
+    assert parts.same(want["weights"], found["weights"])

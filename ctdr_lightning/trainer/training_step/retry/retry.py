@@ -157,9 +157,10 @@ class Retry(Layer):
             rest(loss)
 
         def again() -> None:
-            repeated = loss_of(forward())
+            with module.trainer.precision_plugin.train_step_context():  # the backward is outside of it
+                repeated = loss_of(forward())
             assert repeated is not None
-            rest(scaled_like(repeated, old, given))
+            rest(scaled_like(repeated, old, given, module.trainer.accumulate_grad_batches))
 
         self._until_it_fits(run, again, _hooks_between(module), freed=loss)
 
@@ -253,6 +254,7 @@ class Retry(Layer):
         snapshot.put_back()
         # frames and autograd's functions of the failed try may hold each other, and its tensors with them
         gc.collect()
+        torch.clear_autocast_cache()  # the weights that the failed try had cast: the plan expects them to be cast again
         free_cache()
 
     def _hindrance(self, *, in_backward: bool) -> str:
@@ -312,18 +314,18 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or ["out of memory"])[0]
 
 
-def scaled_like(loss: Tensor, old: Tensor, given: Tensor) -> Tensor:
-    """Scale a repeated step's loss as the trainer had scaled the first try's (accumulation, loss scaling).
+def scaled_like(loss: Tensor, old: Tensor, given: Tensor, n_batches: int) -> Tensor:
+    """Scale a repeated step's loss as the trainer had scaled the first try's, with the same operations.
 
     Args:
         loss: Loss of the repeated step.
         old: Loss of the failed attempt, detached.
         given: The trainer's version of the latter.
+        n_batches: Batches whose gradients are added up.
     """
-    ratio = (given.double() / old.double()).item() if old.item() else 1.0
-    if ratio < 1:
-        return loss / round(1 / ratio)
-    return loss * round(ratio)
+    scale = round((given.double() / old.double()).item() * n_batches) if old.item() else 1
+    mean = loss / n_batches  # for one batch too: a step is known by its graph
+    return mean * scale if scale != 1 else mean
 
 
 def drop_graph(loss: Tensor | None) -> None:
