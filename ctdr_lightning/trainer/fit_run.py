@@ -26,7 +26,7 @@ from ctdr_lightning.trainer.reports.loggers import log_scalars
 from ctdr_lightning.trainer.reports.monitor import Monitor
 from ctdr_lightning.trainer.reports.reporter import Reporter
 from ctdr_lightning.trainer.run_state import RunState
-from ctdr_lightning.trainer.strategies import check_callbacks, check_compiled, check_strategy, is_sharded
+from ctdr_lightning.trainer.strategies import check_callbacks, check_compiled, check_device, check_strategy, is_sharded
 from ctdr_lightning.trainer.structure import factorized_names, match_structure
 from ctdr_lightning.trainer.surgeon import Surgeon
 from ctdr_lightning.trainer.training_step.device import peak_flops
@@ -167,8 +167,10 @@ class FitRun:
         recovery, cuts = self._options.recovery, self.surgeon.decomposes
         changes, untested = recovery is not None, self._options.allow_untested
         check_strategy(trainer.strategy, cuts=cuts, changes=changes, allow_untested=untested)
+        plans = self._options.plans_memory
+        check_device(trainer.strategy.root_device, plans=plans, allow_untested=untested)
         check_callbacks(trainer, callback, cuts=cuts, staged=recovery is not None and recovery.staged)
-        unbounded = self._options.plans_memory and self._options.memory_budget is None
+        unbounded = plans and self._options.memory_budget is None
         moves, distills = self._options.offload is not None, recovery is not None and recovery.distill
         check_compiled(module, plans=unbounded, moves=moves, distills=distills)
 

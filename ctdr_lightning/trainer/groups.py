@@ -98,7 +98,7 @@ class Memory:
         verify: Steps in which each dropped tensor that comes back is compared with the saved one: the ``"first"`` of
             each kind and one in 500 after it, ``"always"`` or ``"never"``. A tensor that differs is held from then on,
             and the step runs again; if it cannot, training stops with the reason.
-        allow_untested: Accept a strategy that is not among the tested ones.
+        allow_untested: Accept a strategy or a kind of device that is not among the tested ones.
 
     Raises:
         ConfigError: If a field cannot be used.

@@ -9,6 +9,7 @@ import gc
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
@@ -84,6 +85,30 @@ def check_strategy(strategy: Any, *, cuts: bool, changes: bool, allow_untested: 
         )
     rank_zero_warn(f"CTDR is not tested with {names[0]}: {reason}. You asked for it by allow_untested=True.")
     return None
+
+
+def check_device(device: torch.device, *, plans: bool, allow_untested: bool) -> None:
+    """Refuse memory plans for a device whose allocator and clock were never compared with a plan's.
+
+    Args:
+        device: Of the steps.
+        plans: Whether memory is to be planned.
+        allow_untested: Go on, with a warning.
+
+    Raises:
+        ConfigError: With the device and an alternative.
+    """
+    name = "ROCm" if device.type == "cuda" and torch.version.hip else device.type
+    if not plans or name in ("cpu", "cuda"):
+        return
+    reason = f"memory plans are not tested on {name} devices: their allocator and their clock are others"
+    if not allow_untested:
+        raise ConfigError(
+            f"{reason}.",
+            "Train on an NVIDIA GPU or a processor, or leave memory_budget out and give policy='keep'; "
+            "memory=Memory(allow_untested=True) tries it anyway.",
+        )
+    rank_zero_warn(f"CTDR: {reason}. You asked for it by allow_untested=True.")
 
 
 def _check_launcher(strategy: Any, cuts: bool) -> None:

@@ -22,7 +22,7 @@ from ctdr_lightning.memory.guide.events import Differed
 from ctdr_lightning.recovery import Phase
 from ctdr_lightning.trainer.modules import load_from_checkpoint
 from ctdr_lightning.trainer.reports.event_words import words_of
-from ctdr_lightning.trainer.strategies import check_strategy
+from ctdr_lightning.trainer.strategies import check_device, check_strategy
 from ctdr_lightning.trainer.structure import factorized_names
 from ctdr_lightning.trainer.training_step import memory_stage
 from tests import forks, parts
@@ -226,6 +226,24 @@ def test_a_strategy_that_does_not_work_is_refused_with_the_reason(name):
     assert "allow_untested=True" in caught.value.hint
     with pytest.warns(UserWarning, match="not tested"):
         check_strategy(strategy, cuts=True, changes=False, allow_untested=True)
+
+
+@pytest.mark.parametrize(("kind", "hip"), [("mps", None), ("xpu", None), ("cuda", "6.2")])
+def test_memory_is_not_planned_on_a_device_that_nobody_tried(kind, hip, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    device = torch.device(kind)
+    with pytest.raises(ConfigError, match=f"not tested on {'ROCm' if hip else kind} devices") as caught:
+        check_device(device, plans=True, allow_untested=False)
+    assert "allow_untested=True" in caught.value.hint
+    with pytest.warns(UserWarning, match="not tested"):
+        check_device(device, plans=True, allow_untested=True)
+    check_device(device, plans=False, allow_untested=False)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_memory_is_planned_on_tested_devices(kind, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    check_device(torch.device(kind), plans=True, allow_untested=False)
 
 
 def test_sharding_strategies_are_told_what_to_do_instead():
