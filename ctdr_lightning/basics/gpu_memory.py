@@ -54,7 +54,8 @@ def use_expandable_segments(device: torch.device) -> None:
     Args:
         device: Of the steps; nothing is done for another one than a GPU.
     """
-    if device.type != "cuda" or EXPANDABLE in allocator_settings() or not expandable_segments():
+    here = device.type == "cuda" and torch.cuda.is_available()
+    if not here or EXPANDABLE in allocator_settings() or not expandable_segments():
         return
     set_cuda_allocator(add_setting(EXPANDABLE, "True"))
     try:

@@ -19,6 +19,7 @@ def asked(monkeypatch):
         monkeypatch.setenv(name, "")  # so that the test's own change is undone
     monkeypatch.setattr(gpu_memory, "set_cuda_allocator", given.append)
     monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     return given
 
 
@@ -52,8 +53,10 @@ def test_a_choice_of_the_users_stays(asked, chosen, monkeypatch):
     assert expandable_segments() == chosen.endswith("True")
 
 
-def test_a_processor_is_asked_nothing(asked):
+def test_a_processor_is_asked_nothing(asked, monkeypatch):
     gpu_memory.use_expandable_segments(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # a plan for a GPU that is tried on a processor
+    gpu_memory.use_expandable_segments(GPU)
     assert not asked
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ctdr_lightning.basics.errors import ReplayError
+from ctdr_lightning.basics.gpu_memory import use_expandable_segments
 from ctdr_lightning.basics.torch_private import (
     OpMode,
     OpOverload,
@@ -134,6 +135,8 @@ class Tape(OpMode):
 
     def __enter__(self) -> Tape:
         self._index, self.diverged = 0, ""
+        if self.plan.budget_bytes is not None:
+            use_expandable_segments(torch.device(self.plan.trace.device))  # on which plans for a GPU count
         if not self.plan.keeps_all:
             take, give = self._hooks()
             self._verifier = verifier_of(self.plan, self._verify, self._settings, at_once=self._at_once)

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from ctdr_lightning.basics.torch_private import n_dispatch_modes, top_saved_tensors_hooks
-from ctdr_lightning.memory import RECOMPUTE, RECOMPUTE_EACH, Recorder, Tape, plan
+from ctdr_lightning.memory import RECOMPUTE, RECOMPUTE_EACH, Recorder, Tape, plan, record
+from ctdr_lightning.memory.tape import tape as tape_module
 from ctdr_lightning.memory.tape.online import Evictor
 from ctdr_lightning.memory.values.live_bytes import PeakMeter, active_trackers
 from tests.memory.harness import Bench, everything_dropped, planned, random_actions
@@ -275,3 +276,13 @@ def test_a_thousand_steps_of_changing_shapes_leave_nothing_behind():
     assert not objects
     assert n_bytes == 0
     assert next(sizes) > 1000
+
+
+@pytest.mark.parametrize("budget", [None, "1GiB"])
+def test_under_a_budget_the_device_is_asked_for_the_segments_that_plans_count_on(budget, monkeypatch):
+    asked = []
+    monkeypatch.setattr(tape_module, "use_expandable_segments", asked.append)
+    net, x = nn.Linear(4, 4), torch.ones(2, 4)
+    with Tape(plan(record(lambda: net(x).sum()), budget)):
+        net(x).sum().backward()
+    assert asked == ([torch.device("cpu")] if budget else [])
