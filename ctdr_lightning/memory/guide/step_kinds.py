@@ -46,7 +46,7 @@ class Kind:
         Args:
             error: That of a step that was being recorded.
         """
-        self.held |= error.ticks if self.held else error.first_ticks
+        self.held |= error.ticks if self.held or not error.first_ticks else error.first_ticks
 
 
 class Kinds(OrderedDict[Hashable, Kind]):

@@ -221,3 +221,6 @@ def test_what_follows_from_another_value_is_held_from_the_second_time_on():
     assert kind.held == {1}
     kind.hold(error)
     assert kind.held == {1, 4, 7}
+    other = step_kinds.Kind()
+    other.hold(ReplayError("A tensor came back otherwise.", ticks={2}))
+    assert other.held == {2}
