@@ -77,9 +77,10 @@ class ReplayError(CTDRError, RuntimeError):
         problem: The fault, with the operation and its module.
         hint: The remedy.
         pins: From value id of the plan's trace to the reason why it may not be made again.
+        first_pins: Of these the ones before which nothing came back otherwise: the others may follow from them.
         read_by_others: Value ids of which a codec gave back less than a reader asked for.
         ticks: In a step that was being recorded, the ticks of the operations that may not run again.
-        first_ticks: Of these the ones before which nothing came back otherwise: the others may follow from them.
+        first_ticks: Of these the first ones, as of the pins.
     """
 
     def __init__(
@@ -88,12 +89,13 @@ class ReplayError(CTDRError, RuntimeError):
         hint: str = "",
         *,
         pins: Mapping[int, str] | None = None,
+        first_pins: Iterable[int] = (),
         read_by_others: Iterable[int] = (),
         ticks: Iterable[int] = (),
         first_ticks: Iterable[int] = (),
     ) -> None:
         super().__init__(problem, hint)
-        self.pins = dict(pins or {})
+        self.pins, self.first_pins = dict(pins or {}), frozenset(first_pins)
         self.read_by_others = frozenset(read_by_others)
         self.ticks, self.first_ticks = frozenset(ticks), frozenset(first_ticks)
 

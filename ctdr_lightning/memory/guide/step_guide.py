@@ -177,7 +177,7 @@ class StepGuide:
         if not self._is_part:  # where recording began within the step, its ticks are others
             kind.hold(error)
         if kind.trace is not None and (error.pins or error.read_by_others):
-            kind.trace = kind.trace.with_pins(error.pins)
+            kind.trace = kind.trace.with_pins(kind.pins_of(error))
             for value in error.read_by_others:
                 kind.trace = kind.trace.with_reader(value)
             kind.due = True

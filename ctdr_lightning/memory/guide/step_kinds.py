@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,7 @@ class Kind:
     held: set[int] = field(default_factory=set)  # ticks of ops that came back otherwise while the step was recorded
     foreseen: bool = False  # its trace is not of a step of its own that ran
     forwards: tuple[bool, ...] = ()  # of modules in the recorded step: whether gradients were on
+    refuted: bool = False  # whether a value of its plan came back otherwise
 
     def hold(self, error: ReplayError) -> None:
         """Hold the outputs of ops that may not run again.
@@ -47,6 +48,15 @@ class Kind:
             error: That of a step that was being recorded.
         """
         self.held |= error.ticks if self.held or not error.first_ticks else error.first_ticks
+
+    def pins_of(self, error: ReplayError) -> Mapping[int, str]:
+        """Values to pin, with the reasons: the first that came back otherwise, and from the second time on all.
+
+        Args:
+            error: That of a step under a plan.
+        """
+        again, self.refuted = self.refuted, True
+        return error.pins if again or not error.first_pins else {v: error.pins[v] for v in error.first_pins}
 
 
 class Kinds(OrderedDict[Hashable, Kind]):

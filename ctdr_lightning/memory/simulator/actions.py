@@ -141,3 +141,25 @@ def unproven_sources(trace: Trace, actions: Actions, wrong: set[int], right: set
             found.update(v for v in trace.ops[op].outputs if v >= 0)
             stack.extend(v for v in trace.ops[op].inputs if v in dropped and v not in right)
     return found
+
+
+def first_wrong(trace: Trace, actions: Actions, wrong: set[int], right: set[int]) -> set[int]:
+    """Values that came back wrong and were not made again from another such value.
+
+    Args:
+        trace: The step.
+        actions: Its plan.
+        wrong: Values that came back with other contents.
+        right: Values that came back as they were.
+    """
+    again = (dropped_values(trace, actions) | away_values(trace, actions).keys()) - right
+    found, follows = {v for v in wrong if v < 0}, set[int]()
+    for index in trace.forward_ops:
+        op = trace.ops[index]
+        made = wrong.intersection(op.outputs)
+        behind = not follows.isdisjoint(op.inputs)
+        if not behind:
+            found |= made
+        if behind or made:
+            follows.update(again.intersection(op.outputs))
+    return found

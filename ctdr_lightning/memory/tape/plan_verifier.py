@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ctdr_lightning.basics.errors import ReplayError
 from ctdr_lightning.memory.plans.plan import Plan
-from ctdr_lightning.memory.simulator.actions import unproven_sources
+from ctdr_lightning.memory.simulator.actions import first_wrong, unproven_sources
 from ctdr_lightning.memory.tape.courier import Belled
 from ctdr_lightning.memory.tape.verifier import NOT_REPEATABLE, Proof, Verifier, numeric_settings
 from ctdr_lightning.memory.traces.trace import CAME_BACK_OTHERWISE
@@ -82,14 +82,15 @@ class PlanVerifier(Verifier):
         return trace.ops[trace.forward_ops[int(root.node.index)]].outputs[root.node.place_of(root)]
 
     def _refuted(self, wrong: set[int], right: set[int]) -> ReplayError:
-        trace, first = self._plan.trace, min(wrong)
-        suspects = unproven_sources(trace, self._plan.timeline.actions, wrong, right)
+        trace, actions, first = self._plan.trace, self._plan.timeline.actions, min(wrong)
+        suspects = unproven_sources(trace, actions, wrong, right)
         op = trace.ops[trace.values[first].op].name if first >= 0 else "an operation"
         return ReplayError(
             f"{op} of {trace.module_of(first) if first >= 0 else 'the step'} was dropped and came back with other "
             f"contents: {NOT_REPEATABLE}.",
             "plan again with trace.with_pins(error.pins); a Session and a Trainer do so by themselves.",
             pins=dict.fromkeys(suspects, CAME_BACK_OTHERWISE),
+            first_pins=unproven_sources(trace, actions, first_wrong(trace, actions, wrong, right), right),
         )
 
 

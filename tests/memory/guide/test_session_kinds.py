@@ -224,3 +224,10 @@ def test_what_follows_from_another_value_is_held_from_the_second_time_on():
     other = step_kinds.Kind()
     other.hold(ReplayError("A tensor came back otherwise.", ticks={2}))
     assert other.held == {2}
+
+
+def test_of_a_plans_values_the_first_are_pinned_first():
+    error, kind = ReplayError("Otherwise.", pins={1: "why", 4: "why"}, first_pins={1}), step_kinds.Kind()
+    assert kind.pins_of(error) == {1: "why"}
+    assert kind.pins_of(error) == {1: "why", 4: "why"}
+    assert step_kinds.Kind().pins_of(ReplayError("Otherwise.", pins={4: "why"})) == {4: "why"}

@@ -9,9 +9,9 @@ from torch.nn import functional as F
 
 from ctdr_lightning.basics.errors import ConfigError, ReplayError
 from ctdr_lightning.basics.torch_private import no_dispatch_modes
-from ctdr_lightning.memory import Plan, Recorder, Session, Tape, plan, record
+from ctdr_lightning.memory import RECOMPUTE, Plan, Recorder, Session, Tape, plan, record
 from ctdr_lightning.memory.guide.events import Refuted
-from ctdr_lightning.memory.simulator.actions import Compress
+from ctdr_lightning.memory.simulator.actions import Compress, first_wrong
 from ctdr_lightning.memory.tape import verifier
 from ctdr_lightning.memory.tape.online import Evictor
 from ctdr_lightning.memory.tape.verifier import Verifier
@@ -299,3 +299,15 @@ def test_a_hook_of_a_module_makes_a_step_one_to_be_verified(compared):
     assert [step() for _ in range(3)] == [False, True, False]
     bench.model[2].register_forward_hook(lambda *_: None)
     assert [step() for _ in range(2)] == [True, False]
+
+
+def test_what_was_made_again_from_a_wrong_value_is_not_the_first():
+    net, x = nn.Sequential(*(nn.Tanh() for _ in range(5))), torch.ones(2, 4, requires_grad=True)
+    trace = record(lambda: net(x).sum())
+    made = [op.outputs[0] for op in trace.ops if op.name == "aten.tanh.default"]
+    dropped = dict.fromkeys(made, RECOMPUTE)
+    assert first_wrong(trace, dropped, {made[1], made[3]}, set()) == {made[1]}
+    assert first_wrong(trace, dropped, {made[1], made[3]}, {made[2]}) == {made[1], made[3]}  # the one between was right
+    kept = {v: action for v, action in dropped.items() if v != made[2]}
+    assert first_wrong(trace, kept, {made[1], made[3]}, set()) == {made[1], made[3]}
+    assert first_wrong(trace, dropped, {-1, made[3]}, set()) == {-1, made[3]}
