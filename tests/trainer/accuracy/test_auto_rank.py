@@ -8,6 +8,7 @@ from ctdr_lightning import CTDRCallback, Ranks
 from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError
 from ctdr_lightning.decomposition import Choices, FactorizedLayer
 from ctdr_lightning.joint import pricing
+from ctdr_lightning.memory.account.batch import with_room
 from ctdr_lightning.trainer.fake_trainer import attach_fake_trainer
 from ctdr_lightning.trainer.groups import grouped
 from ctdr_lightning.trainer.modules import SMALL_ELEMENTS
