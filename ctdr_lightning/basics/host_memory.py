@@ -37,11 +37,12 @@ def processes_here() -> int:
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
     if said.isdigit():
         return max(int(said), 1)
-    world = torch.distributed.get_world_size() if _distributed() else 1
+    world = torch.distributed.get_world_size() if has_process_group() else 1
     return max(min(world, torch.cuda.device_count() or 1), 1)
 
 
-def _distributed() -> bool:
+def has_process_group() -> bool:
+    """Whether this process trains with others."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 

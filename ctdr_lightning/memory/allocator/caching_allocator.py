@@ -238,9 +238,8 @@ class CachingAllocator:
 
 def _cut(block: Block, n_bytes: int) -> Block:
     """Leave so many bytes to a block. Returns the rest, its new neighbour."""
-    rest = Block(
-        block.address + n_bytes, block.n_bytes - n_bytes, block.pool, False, block.mapped, block, block.after
-    )  # fmt: skip
+    begin, left = block.address + n_bytes, block.n_bytes - n_bytes
+    rest = Block(begin, left, block.pool, mapped=block.mapped, before=block, after=block.after)
     if block.after is not None:
         block.after.before = rest
     block.after, block.n_bytes = rest, n_bytes

@@ -57,7 +57,7 @@ class Reserved:
     @property
     def budget_bytes(self) -> int:
         """The least budget that serves the step, with the allocator's settings here."""
-        return _card_of(self.expandable_bytes) if expandable_segments() else self.reserved_bytes
+        return _beside_partly_used(self.expandable_bytes) if expandable_segments() else self.reserved_bytes
 
     @property
     def fragmentation(self) -> float:
@@ -95,8 +95,8 @@ def reserved_by(trace: Trace, actions: Actions | None = None) -> Reserved:
     )
 
 
-def _card_of(pages_bytes: int) -> int:
-    """The budget that leaves so many bytes beside those of partly used pages."""
+def _beside_partly_used(pages_bytes: int) -> int:
+    """The budget of which so many bytes are left beside pages that are partly in use."""
     return -int(-pages_bytes // (1 - PARTLY_USED_SHARE))
 
 

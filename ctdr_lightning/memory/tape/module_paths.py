@@ -6,7 +6,6 @@ import sys
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
@@ -23,11 +22,6 @@ def is_fsdp_unit(module: nn.Module) -> bool:
     """Whether a module's weights are gathered only around its own forward and backward."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # nothing is sharded where it was never imported
     return fsdp is not None and isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel))
-
-
-def may_have_fsdp_units() -> bool:
-    """Whether a module can be an FSDP unit: that takes a group of processes."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 class ModulePaths:

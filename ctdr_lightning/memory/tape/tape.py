@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ctdr_lightning.basics.errors import ReplayError
 from ctdr_lightning.basics.gpu_memory import use_expandable_segments
+from ctdr_lightning.basics.host_memory import has_process_group
 from ctdr_lightning.basics.torch_private import (
     OpMode,
     OpOverload,
@@ -36,7 +37,7 @@ from ctdr_lightning.memory.tape.courier import Belled, Courier
 from ctdr_lightning.memory.tape.hookless_regions import HooklessRegions
 from ctdr_lightning.memory.tape.line import Line, lines_of
 from ctdr_lightning.memory.tape.listener import Listener
-from ctdr_lightning.memory.tape.module_paths import ModulePaths, may_have_fsdp_units
+from ctdr_lightning.memory.tape.module_paths import ModulePaths
 from ctdr_lightning.memory.tape.online import Evictor, Online
 from ctdr_lightning.memory.tape.plan_verifier import Give, PlanVerifier, Take, verifier_of
 from ctdr_lightning.memory.tape.sleeper import Sleeper
@@ -122,7 +123,7 @@ class Tape(OpMode):
         self._length = len(self._lines)
         self._table = ValueTable()
         self._online = Online(evictor, self._table) if evictor is not None else None
-        self._paths = ModulePaths() if may_have_fsdp_units() else None
+        self._paths = ModulePaths() if has_process_group() else None  # without one there are no FSDP units
         self._pause = CollectorPause()
         self._courier = Courier(plan.away, _own_holders(self) if holders is None else holders) if plan.away else None
         self._unseen = HigherOrderUnseen()

@@ -219,12 +219,8 @@ def pin_reason_of_call(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str
 def pin_reason_of_replay(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Why this call may not be replayed, its generator's state given; the empty string where it may."""
     reason = pin_reason_of_call(func, args, kwargs)
-    return "" if reason == RANDOM and draws(func, args) else reason
-
-
-def draws(func: OpOverload, args: tuple[Any, ...]) -> bool:
-    """Whether a call is one of an op that draws from a generator whose state can be put back."""
-    return traits(func).draws and args[0].device.type in ("cpu", "cuda")
+    draws_again = reason == RANDOM and traits(func).draws and args[0].device.type in ("cpu", "cuda")
+    return "" if draws_again else reason
 
 
 def may_run_twice(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -142,7 +142,7 @@ def test_half_of_what_is_free_is_shared_by_the_processes_of_a_machine(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(host_memory, "_distributed", lambda: True)
+    monkeypatch.setattr(host_memory, "has_process_group", lambda: True)
     monkeypatch.setattr(torch, "distributed", SimpleNamespace(get_world_size=lambda: world))
     monkeypatch.setattr(host_memory, "_available", lambda: 64 << 30)
     monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
