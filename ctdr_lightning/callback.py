@@ -12,7 +12,7 @@ from ctdr_lightning.basics.checks import from_mapping, named_arguments
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.joint.budget_fit import BudgetFit
 from ctdr_lightning.recovery import Recovery
-from ctdr_lightning.trainer.checkpoints import CompleteFileIO
+from ctdr_lightning.trainer.checkpoints import read_entries
 from ctdr_lightning.trainer.fit_run import FitRun
 from ctdr_lightning.trainer.groups import Memory, Ranks, changed
 from ctdr_lightning.trainer.options import CallbackOptions
@@ -100,13 +100,13 @@ class CTDRCallback(Callback):
         """The callback that wrote a checkpoint, following that checkpoint's choices.
 
         Args:
-            path: A Lightning checkpoint of a run with this callback.
+            path: A Lightning checkpoint of a run with this callback; a folder, if its processes wrote shards.
             changes: Arguments to be other than they were; of ``ranks`` and ``memory`` a mapping changes single fields.
 
         Raises:
             CheckpointError: If the file cannot be read or was written without this callback.
         """
-        state = RunState.of_checkpoint(CompleteFileIO().load_checkpoint(path), cls.__qualname__)
+        state = RunState.of_checkpoint(read_entries(path), cls.__qualname__)
         followed = {"ranks": {"choices": state.surgery.choices}}
         return cls(**changed(changed(CallbackOptions.arguments(state.options), followed), changes))
 
@@ -165,7 +165,7 @@ class CTDRCallback(Callback):
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the metric that recovery goes by."""
-        self.run.on_validation_end(trainer)
+        self.run.on_validation_end(trainer, pl_module)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 M = TypeVar("M", bound=nn.Module)
 
 
-def duplicate(module: M, shared: Iterable[Tensor] = ()) -> M:
+def duplicate(module: M, instead: Mapping[Tensor, Tensor] | None = None) -> M:
     """Copy a module deeply.
 
     Tensors with a graph are copied without it: `weight_norm`, `spectral_norm` and pruning compute a layer's weight from
@@ -20,7 +20,7 @@ def duplicate(module: M, shared: Iterable[Tensor] = ()) -> M:
 
     Args:
         module: The module.
-        shared: Tensors that the copy has in common with the module.
+        instead: By tensor of the module, the one that the copy has in its place; itself where both share it.
 
     Example:
         >>> layer = nn.Linear(2, 2)
@@ -29,7 +29,7 @@ def duplicate(module: M, shared: Iterable[Tensor] = ()) -> M:
         False
     """
     memo: dict[int, Any] = {id(t): t.detach().clone() for t in _tensors(_attributes(module)) if not t.is_leaf}
-    memo |= {id(tensor): tensor for tensor in shared}
+    memo |= {id(tensor): other for tensor, other in (instead or {}).items()}
     try:
         return deepcopy(module, dict(memo))
     except TypeError:  # how copy and pickle say that they cannot

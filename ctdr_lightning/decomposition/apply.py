@@ -155,6 +155,12 @@ def _resource(allocate: str | None, rank: object, has_data: bool) -> str | None:
 
 
 def _check_known(allocate: str | None, layers: Sequence[Layer]) -> None:
+    bare = next((layer.name for layer in layers if any(p.is_meta for p in layer.module.parameters())), None)
+    if bare is not None:
+        raise ConfigError(
+            f"the weights of layer {bare!r} are on the meta device, so that no ranks can be chosen by them.",
+            "Give choices= of an earlier report, or decompose once the weights are there.",
+        )
     if allocate not in (None, "parameters") and all(layer.calls is None for layer in layers):
         raise ConfigError(f"allocate={allocate!r} needs the layers' input shapes.", "Give example_input=.")
 

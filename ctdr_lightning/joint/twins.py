@@ -28,7 +28,7 @@ def twin_of(model: M) -> M:
     Args:
         model: Any module; layers may be replaced in the copy, but a write to its tensors is a write to the model's.
     """
-    return duplicate(model, chain(model.parameters(), model.buffers()))
+    return duplicate(model, {tensor: tensor for tensor in chain(model.parameters(), model.buffers())})
 
 
 def structure_of(model: M, choices: Choices) -> M:

@@ -26,14 +26,16 @@ class Teacher:
     Args:
         model: The model before its layers are cut; copied.
         options: The outputs to learn from, and the device of the copy.
+        copied: Whether the model is to be copied; else it is the teacher's own.
 
     Raises:
         ConfigError: If ``options.module`` names no submodule.
     """
 
-    def __init__(self, model: nn.Module, options: Distillation) -> None:
+    def __init__(self, model: nn.Module, options: Distillation, *, copied: bool = True) -> None:
         self.options = options
-        self.net = duplicate(_part(model, options.module)).requires_grad_(False).eval()
+        part = _part(model, options.module)
+        self.net = (duplicate(part) if copied else part).requires_grad_(False).eval()
         if options.keep == "bf16":
             self.net.to(torch.bfloat16)
         self.seconds = 0.0
@@ -41,8 +43,8 @@ class Teacher:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of its parameters and buffers."""
-        return sum(t.numel() * t.element_size() for t in (*self.net.parameters(), *self.net.buffers()))
+        """Bytes of its parameters and buffers; of sharded ones, those of this process."""
+        return sum(_local(t).nbytes for t in (*self.net.parameters(), *self.net.buffers()))
 
     def logs(self) -> dict[str, float | Tensor]:
         """Cost and loss of the teacher, for the loggers."""
@@ -85,7 +87,7 @@ class Teacher:
     def _answer(self, args: tuple[Any, ...], kwargs: dict[str, Any], like: Any) -> Tensor:
         start_s = perf_counter()
         device = _logits(like).device
-        if self.options.keep == "host":
+        if any(tensor.device != device for tensor in self.net.parameters()):
             self.net.to(device)
         enabled = self.options.keep == "bf16" or torch.is_autocast_enabled(device.type)
         with torch.autocast(device.type, torch.bfloat16 if self.options.keep == "bf16" else None, enabled=enabled):
@@ -103,8 +105,8 @@ class Teacher:
         return {**output, "loss": blended} if isinstance(output, dict) else blended
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Its weights on the host."""
-        return {name: tensor.cpu() for name, tensor in self.net.state_dict().items()}
+        """Its weights on the host; whole ones, so that every process has to ask where they are sharded."""
+        return {name: _whole(tensor).cpu() for name, tensor in self.net.state_dict().items()}
 
     def load_state_dict(self, state: Any) -> None:
         """Take the weights of a checkpoint's teacher.
@@ -139,6 +141,14 @@ def _part(model: nn.Module, name: str) -> nn.Module:
     except AttributeError:
         close = ", ".join(child for child, _ in model.named_children())
         raise ConfigError(f"distill.module={name!r} is not in the model.", f"Children: {close}.") from None
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def _logits(output: Any) -> Tensor:

@@ -15,6 +15,7 @@ from typing_extensions import override
 from ctdr_lightning.basics import files
 from ctdr_lightning.basics.errors import CheckpointError
 from ctdr_lightning.decomposition.layers.from_checkpoint import NOTE
+from ctdr_lightning.decomposition.layers.saved_shards import read_folder, read_rest
 from ctdr_lightning.trainer.strategies import is_sharded
 
 
@@ -43,13 +44,13 @@ class CompleteFileIO(TorchCheckpointIO):
 
     @override
     def load_checkpoint(self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None) -> Any:
-        """Load a checkpoint; the error for an unreadable file gives the reason.
+        """Load a checkpoint, of a folder its shards put together; the error for an unreadable file gives the reason.
 
         Raises:
             CheckpointError: If it is truncated, corrupt, or holds more than tensors and primitives.
         """
         try:
-            found = super().load_checkpoint(path, map_location, weights_only=weights_only is not False)
+            found = self._load(path, map_location, weights_only is not False)
         except FileNotFoundError as error:
             raise CheckpointError(f"checkpoint {str(path)!r} does not exist.", "Check the path.") from error
         except Exception as error:  # torch.load raises whatever the damaged bytes lead to
@@ -65,6 +66,23 @@ class CompleteFileIO(TorchCheckpointIO):
                     f"checkpoint {str(path)!r} is damaged: its {name!r} is a {kind}, no mapping.", "Use an earlier one."
                 )
         return found
+
+    def _load(self, path: str | Path, map_location: Any, weights_only: bool) -> Any:
+        if _is_local(path) and Path(path).is_dir():
+            return read_folder(Path(path))
+        return super().load_checkpoint(path, map_location, weights_only=weights_only)
+
+
+def read_entries(path: str | Path) -> Any:
+    """Read the entries of a checkpoint that are no weights, and these too where they are in the same file.
+
+    Args:
+        path: A file, or the folder of a distributed checkpoint.
+
+    Raises:
+        CheckpointError: As `CompleteFileIO.load_checkpoint` does.
+    """
+    return read_rest(Path(path)) if Path(path).is_dir() else CompleteFileIO().load_checkpoint(path)
 
 
 def _is_local(path: str | Path) -> bool:

@@ -26,6 +26,7 @@ from ctdr_lightning.trainer.reports.loggers import log_scalars
 from ctdr_lightning.trainer.reports.monitor import Monitor
 from ctdr_lightning.trainer.reports.reporter import Reporter
 from ctdr_lightning.trainer.run_state import RunState
+from ctdr_lightning.trainer.shards import check_layers, check_recovery, share_factors, show_shards, warn_of_other_layers
 from ctdr_lightning.trainer.strategies import check_callbacks, check_compiled, check_device, check_strategy, is_sharded
 from ctdr_lightning.trainer.structure import factorized_names, match_structure
 from ctdr_lightning.trainer.surgeon import Surgeon
@@ -165,8 +166,10 @@ class FitRun:
 
     def _check(self, trainer: Trainer, module: LightningModule, callback: Callback) -> None:
         recovery, cuts = self._options.recovery, self.surgeon.decomposes
-        changes, untested = recovery is not None, self._options.allow_untested
-        check_strategy(trainer.strategy, cuts=cuts, changes=changes, allow_untested=untested)
+        chooses, untested = self._options.fits_budget, self._options.allow_untested
+        check_strategy(trainer.strategy, cuts=cuts, chooses=chooses, allow_untested=untested)
+        if is_sharded(trainer.strategy) and recovery is not None:
+            check_recovery(recovery)
         plans = self._options.plans_memory
         check_device(trainer.strategy.root_device, plans=plans, allow_untested=untested)
         check_callbacks(trainer, callback, cuts=cuts, staged=recovery is not None and recovery.staged)
@@ -175,8 +178,16 @@ class FitRun:
         check_compiled(module, plans=unbounded, moves=moves, distills=distills)
 
     def _cut_if_asked(self, trainer: Trainer, module: LightningModule) -> None:
-        if self.surgeon.decomposes:
-            self.cut(trainer, module)
+        if not self.surgeon.decomposes:
+            return
+        sharded, cut_before = is_sharded(trainer.strategy), self.surgeon.choices is not None
+        if sharded and not cut_before:
+            check_layers(module, self._options.rank)
+        self.cut(trainer, module)
+        if sharded and not cut_before:
+            share_factors(trainer.strategy, module)
+        if sharded and self.coach is not None:
+            self.coach.before_shards(module)
 
     def cut(self, trainer: Trainer, module: LightningModule) -> None:
         """Decide the decomposition, and make the cuts that precede training; completely or not at all."""
@@ -185,7 +196,7 @@ class FitRun:
         with shown, all_or_nothing(layers_as_now(module), self.surgeon.as_now(), *coaching):
             self.surgeon.adopt(module)
             if self.coach is not None:
-                self.coach.prepare(module)
+                self.coach.prepare(module, sharded=is_sharded(trainer.strategy))
             self.surgeon.decide(module, trainer.strategy, self._decomposer(trainer, module))
             if self.coach is not None:
                 self.coach.cut_at_start(module)
@@ -197,7 +208,8 @@ class FitRun:
 
     def _decomposer(self, trainer: Trainer, module: LightningModule) -> TrainingData | None:
         """The decomposer that uses training data, on every rank alike; None if the options do not ask for it."""
-        if self._options.data != "train" or self.surgeon.choices is not None:
+        weightless = any(parameter.is_meta for parameter in module.parameters())
+        if self._options.data != "train" or self.surgeon.choices is not None or weightless:
             return None
         automatic = self._options.fits_budget and self._options.choices is None
         account = partial(candidate_account, trainer, self._options)
@@ -207,8 +219,7 @@ class FitRun:
 
     def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Refuse to train when nothing was decomposed; a checkpoint has been read by now."""
-        if not is_sharded(trainer.strategy):
-            self.surgeon.check()
+        self.surgeon.check()
         if self.surgeon.adopted:
             self.reporter.adopted(module, self._options)
         self.reporter.print_decomposition(module)
@@ -279,9 +290,10 @@ class FitRun:
         if trainer.state.fn == "fit" and not trainer.sanity_checking and trainer.is_last_batch:
             self._epoch_trained(trainer, module)
 
-    def on_validation_end(self, trainer: Trainer) -> None:
-        """Read the metric that recovery goes by."""
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        """Read the metric that recovery goes by; free weights that validation left gathered, so that steps agree."""
         self.monitor.resume()
+        show_shards(module)
         self.reporter.validated(trainer)
         if self.coach is not None and not trainer.sanity_checking and trainer.state.fn == "fit":
             self.coach.validation_end(trainer)
@@ -318,6 +330,8 @@ class FitRun:
         """Release everything; the module stays usable. If memory ran out, its account is written first."""
         if is_out_of_memory(error):
             self.reporter.write_out_of_memory_report(trainer, module, error)
+        if is_sharded(trainer.strategy) and trainer.ckpt_path is not None:
+            warn_of_other_layers(module, trainer.ckpt_path)
         self.randomness.release(trainer)
         self.teardown()
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from ctdr_lightning.basics.errors import CheckpointError, ConfigError, CTDRError, first_line
+from ctdr_lightning.decomposition.layers.saved_shards import read_folder
 from ctdr_lightning.trainer.structure import match_structure
 
 M = TypeVar("M")
@@ -43,7 +46,7 @@ def load_from_checkpoint(kind: type[M], path: Any, **options: Any) -> M:
 
     Args:
         kind: A LightningModule class that builds the dense model.
-        path: The checkpoint.
+        path: The checkpoint: a file, or the folder of a run that was sharded.
         options: As for ``LightningModule.load_from_checkpoint``; hyperparameters included.
 
     Returns:
@@ -65,7 +68,8 @@ def load_from_checkpoint(kind: type[M], path: Any, **options: Any) -> M:
         raise ConfigError(f"{kind!r} is not a LightningModule class.", "For a plain module: restore(model, path).")
     own: Any = type(kind.__name__, (kind,), {"on_load_checkpoint": on_load_checkpoint})
     try:
-        module = own.load_from_checkpoint(path, **{"weights_only": True, **options})
+        source = _as_file(path) if Path(path).is_dir() else path
+        module = own.load_from_checkpoint(source, **{"weights_only": True, **options})
     except CTDRError:
         raise
     except FileNotFoundError as error:
@@ -75,3 +79,11 @@ def load_from_checkpoint(kind: type[M], path: Any, **options: Any) -> M:
         raise CheckpointError(problem, "Give the hyperparameters that the run had, as keywords.") from error
     module.__class__ = kind
     return module
+
+
+def _as_file(folder: str | Path) -> io.BytesIO:
+    """A distributed checkpoint as the one file that Lightning reads."""
+    file = io.BytesIO()
+    torch.save(read_folder(Path(folder)), file)
+    file.seek(0)
+    return file

@@ -6,7 +6,7 @@ Classes are distinguished by name, so that ``pytorch_lightning`` and ``lightning
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.basics.gpu_memory import synchronize
 from ctdr_lightning.memory.tape.module_paths import is_fsdp_unit
 from ctdr_lightning.trainer.modules import has_compiled_step
 
@@ -40,17 +41,42 @@ def is_sharded(strategy: Any) -> bool:
     return _SHARDED in _classes(strategy)
 
 
-def settle_units(module: nn.Module) -> None:
-    """Gather the weights of each FSDP2 unit once and free them again; on every process alike.
+def settle_units(module: nn.Module) -> dict[str, float]:
+    """Gather the weights of each FSDP2 unit twice and free them again; on every process alike.
 
     The first gather makes the storages that all later ones fill. In a recorded step its ops would be ones that no later
-    step has.
+    step has. The second one is timed.
+
+    Returns:
+        Seconds of a gather by the unit's path; a unit that shares its gather with a module elsewhere is left out.
     """
-    units: Iterator[Any] = filter(is_fsdp_unit, module.modules())
-    for unit in units:
+    found: dict[str, float] = {}
+    units = ((name, unit) for name, unit in module.named_modules() if is_fsdp_unit(unit))
+    for name, unit in units:
         if hasattr(unit, "unshard"):  # FSDP1 has its storages from the start
             unit.unshard()
             unit.reshard()
+            before = _gathered(module)
+            seconds = _gather_s(unit)
+            outside = (n for n in _gathered(module) - before if name and not n.startswith(f"{name}."))
+            if next(outside, None) is None:
+                found[name] = seconds
+            unit.reshard()
+    return found
+
+
+def _gather_s(unit: Any) -> float:
+    device = next((p.device for p in unit.parameters()), torch.device("cpu"))
+    synchronize(device)
+    start_s = perf_counter()
+    unit.unshard()
+    synchronize(device)
+    return perf_counter() - start_s
+
+
+def _gathered(module: nn.Module) -> set[str]:
+    """Names of the parameters that are whole on this process."""
+    return {name for name, parameter in module.named_parameters() if not hasattr(parameter, "device_mesh")}
 
 
 def is_on_one_device(strategy: Any) -> bool:
@@ -58,13 +84,13 @@ def is_on_one_device(strategy: Any) -> bool:
     return "SingleDeviceStrategy" in _classes(strategy)
 
 
-def check_strategy(strategy: Any, *, cuts: bool, changes: bool, allow_untested: bool) -> None:
+def check_strategy(strategy: Any, *, cuts: bool, chooses: bool, allow_untested: bool) -> None:
     """Refuse a strategy under which the run would fail or be wrong.
 
     Args:
         strategy: The trainer's strategy.
         cuts: Whether layers are to be decomposed by the callback.
-        changes: Whether parameters change, freeze or are copied while training runs.
+        chooses: Whether ranks and plan are to be chosen together for a budget.
         allow_untested: Go on, with a warning, where nothing is known to be wrong for sure.
 
     Raises:
@@ -73,7 +99,7 @@ def check_strategy(strategy: Any, *, cuts: bool, changes: bool, allow_untested: 
     names = _classes(strategy)
     _check_launcher(strategy, cuts)
     if is_sharded(strategy):
-        return _check_sharded(cuts, changes)
+        return _check_sharded(cuts and chooses)
     reason = next((why for name, why in _REFUSED.items() if name in names), None)
     if reason is None and any(name in names for name in _TESTED):
         return None
@@ -121,16 +147,12 @@ def _check_launcher(strategy: Any, cuts: bool) -> None:
         )
 
 
-def _check_sharded(cuts: bool, changes: bool) -> None:
-    if cuts:
+def _check_sharded(chooses: bool) -> None:
+    if chooses:
         raise ConfigError(
-            "layers cannot be decomposed under ModelParallelStrategy, which shards them before the callback could.",
-            "Call ctdr_lightning.decompose(self, ...) in configure_model, before fully_shard; here rank=None.",
-        )
-    if changes:
-        raise ConfigError(
-            "recovery is given under ModelParallelStrategy, where sharded parameters cannot be copied or exchanged.",
-            "Leave recovery out and set the learning rate in configure_optimizers.",
+            "ranks cannot be chosen for a budget under ModelParallelStrategy: a step of the whole model does not tell "
+            "the bytes of a process that holds shards.",
+            "Give a share such as rank=0.25; memory_budget is kept by the plan of each process.",
         )
 
 

@@ -1,3 +1,4 @@
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +30,21 @@ def test_the_loss_is_blended_and_gradients_reach_the_student_only(keep):
     assert all(p.grad is None for p in teacher.net.parameters())
     assert teacher.n_bytes == sum(p.numel() for p in student.parameters()) * (2 if keep == "bf16" else 4)
     assert teacher.seconds > 0
+
+
+@pytest.mark.parametrize("keep", ["host", "bf16", "device"])
+def test_the_teacher_comes_to_the_students_device(keep, monkeypatch):
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # torch has none for the meta device
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)
+    student = nn.Linear(4, 3, device="meta")
+    teacher = Teacher(nn.Linear(4, 3), Distillation(keep=keep))
+    if keep == "bf16":
+        student.bfloat16()
+    if keep == "host":  # there is no way back from the meta device
+        teacher.net.cpu = lambda: None
+    loss = teacher.around(student, lambda: student(torch.ones(6, 4, device="meta", dtype=student.weight.dtype)).sum())
+    assert loss.device.type == "meta"
+    assert {tensor.device.type for tensor in teacher.net.parameters()} == {"meta"}
 
 
 def test_dict_outputs_and_objects_with_logits():

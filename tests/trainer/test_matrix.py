@@ -222,10 +222,10 @@ class Strategy:
 def test_a_strategy_that_does_not_work_is_refused_with_the_reason(name):
     strategy = type(name, (Strategy,), {})()
     with pytest.raises(ConfigError, match=name) as caught:
-        check_strategy(strategy, cuts=True, changes=False, allow_untested=False)
+        check_strategy(strategy, cuts=True, chooses=False, allow_untested=False)
     assert "allow_untested=True" in caught.value.hint
     with pytest.warns(UserWarning, match="not tested"):
-        check_strategy(strategy, cuts=True, changes=False, allow_untested=True)
+        check_strategy(strategy, cuts=True, chooses=False, allow_untested=True)
 
 
 @pytest.mark.parametrize(("kind", "hip"), [("mps", None), ("xpu", None), ("cuda", "6.2")])
@@ -246,14 +246,13 @@ def test_memory_is_planned_on_tested_devices(kind, monkeypatch):
     check_device(torch.device(kind), plans=True, allow_untested=False)
 
 
-def test_sharding_strategies_are_told_what_to_do_instead():
+def test_ranks_for_a_budget_are_refused_under_shards():
     strategy = type("ModelParallelStrategy", (Strategy,), {})()
-    with pytest.raises(ConfigError, match="rank") as caught:
-        check_strategy(strategy, cuts=True, changes=False, allow_untested=True)
-    assert "configure_model" in caught.value.hint
-    with pytest.raises(ConfigError, match="recovery"):
-        check_strategy(strategy, cuts=False, changes=True, allow_untested=True)
-    check_strategy(strategy, cuts=False, changes=False, allow_untested=False)
+    with pytest.raises(ConfigError, match="shards") as caught:
+        check_strategy(strategy, cuts=True, chooses=True, allow_untested=True)
+    assert "rank=0.25" in caught.value.hint
+    check_strategy(strategy, cuts=True, chooses=False, allow_untested=False)
+    check_strategy(strategy, cuts=False, chooses=True, allow_untested=False)
 
 
 def test_pytorch_lightning_as_well():

@@ -38,7 +38,7 @@ def test_a_model_that_was_decomposed_before_comes_back_trained():
 def test_a_cut_in_processes_that_start_from_this_one_is_refused(start_method, recovery):
     trainer = parts.quiet_trainer(strategy=DDPStrategy(start_method=start_method), devices=2)
     with pytest.raises(ConfigError, match="ddp_spawn") as caught:
-        check_strategy(trainer.strategy, cuts=True, changes=recovery is not None, allow_untested=False)
+        check_strategy(trainer.strategy, cuts=True, chooses=recovery is not None, allow_untested=False)
     assert "decompose(model" in caught.value.hint
 
 

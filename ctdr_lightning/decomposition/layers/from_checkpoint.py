@@ -18,6 +18,7 @@ from ctdr_lightning.basics.documents import CALLBACK_STATE_VERSION
 from ctdr_lightning.basics.errors import CheckpointError
 from ctdr_lightning.decomposition.layers.attention import PROJECTIONS, open_attention
 from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer, factorized
+from ctdr_lightning.decomposition.layers.saved_shards import read_folder
 from ctdr_lightning.decomposition.layers.surgery import replace_everywhere, walk
 from ctdr_lightning.decomposition.layers.tied import follow_owners
 from ctdr_lightning.decomposition.methods import METHODS
@@ -35,7 +36,7 @@ def restore(model: nn.Module, checkpoint: str | Path | Mapping[str, Any], prefix
 
     Args:
         model: The architecture that was decomposed, dense or factorized in any way.
-        checkpoint: A path, a Lightning checkpoint, or a state dict.
+        checkpoint: A path, a Lightning checkpoint, or a state dict. A folder holds the shards of several processes.
         prefix: Prefix of the model's entries there: ``"net."`` if a LightningModule holds it as ``self.net``.
 
     Returns:
@@ -146,6 +147,8 @@ def _misfit(name: str, method: str, shapes: list[torch.Size]) -> str:
 
 def _read(path: str | Path) -> Any:
     try:
+        if Path(path).is_dir():
+            return read_folder(Path(path))
         return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"checkpoint {str(path)!r} does not exist.", "Check the path.") from None

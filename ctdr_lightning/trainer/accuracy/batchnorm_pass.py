@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from ctdr_lightning.basics.duplicate import duplicate
 from ctdr_lightning.recovery.batchnorm import copy_statistics, reestimate, tracked
 from ctdr_lightning.trainer.accuracy import rehearsal
 from ctdr_lightning.trainer.modules import overrides
@@ -19,10 +21,12 @@ class Estimator:
 
     Args:
         n_batches: How many; 0: nothing is done.
+        copied: Copies a module.
     """
 
-    def __init__(self, n_batches: int) -> None:
+    def __init__(self, n_batches: int, copied: Callable[[LightningModule], LightningModule] = duplicate) -> None:
         self._n_batches = n_batches
+        self._copied = copied
         self._evaluates = True
 
     def run(self, trainer: Any, module: LightningModule) -> bool:
@@ -33,14 +37,14 @@ class Estimator:
         with isolated():
             copy = self._evaluated(trainer, module) if self._evaluates else None
             if copy is None:
-                copy = rehearsal.rehearse(module, trainer)
+                copy = rehearsal.rehearse(module, trainer, self._copied)
                 self._run(trainer, copy, "training_step")
         copy_statistics(copy, module)
         return True
 
     def _evaluated(self, trainer: Any, module: LightningModule) -> LightningModule | None:
         """A copy re-estimated by ``validation_step``; None where that is not made for training batches."""
-        copy = rehearsal.rehearse(module, trainer).eval()
+        copy = rehearsal.rehearse(module, trainer, self._copied).eval()
         try:
             with rehearsal.evaluating(trainer):
                 missed = tracked(copy).keys() - self._run(trainer, copy, "validation_step")

@@ -19,6 +19,8 @@ from torch import nn
 from ctdr_lightning.basics.duplicate import duplicate
 from ctdr_lightning.basics.errors import CheckpointError, ConfigError
 from ctdr_lightning.basics.interrupts import interrupts_held
+from ctdr_lightning.memory.tape.module_paths import is_fsdp_unit
+from ctdr_lightning.recovery.batchnorm import tracked
 from ctdr_lightning.recovery.decisions import Progress, failed, first_cut_epoch, next_move, phase_at
 from ctdr_lightning.recovery.distill import Teacher
 from ctdr_lightning.recovery.phases import Freezer, RateScaler
@@ -27,6 +29,7 @@ from ctdr_lightning.recovery.transaction import PutBack, all_or_nothing, layers_
 from ctdr_lightning.trainer.accuracy import optimizers, rehearsal
 from ctdr_lightning.trainer.accuracy.batchnorm_pass import Estimator
 from ctdr_lightning.trainer.accuracy.validation import logged_metric, measure
+from ctdr_lightning.trainer.shards import ShardedCopies, shard, show_shards
 from ctdr_lightning.trainer.strategies import rewrap, unwrap
 from ctdr_lightning.trainer.structure import match_structure
 from ctdr_lightning.trainer.surgeon import Surgeon
@@ -52,6 +55,7 @@ class Coach:
         self._dense: nn.Module | None = None
         self._snapshot: dict[str, Any] | None = None
         self._estimator = Estimator(recovery.batchnorm_batches)
+        self._whole_teacher: LightningModule | None = None
 
     @property
     def cuts_at_start(self) -> bool:
@@ -63,8 +67,12 @@ class Coach:
         self.progress = Progress(stage=self.progress.stage, reference=self.progress.reference)
         self._snapshot = None
 
-    def prepare(self, module: LightningModule) -> None:
+    def prepare(self, module: LightningModule, *, sharded: bool = False) -> None:
         """Keep the later needed parts of the dense model, before anything is cut.
+
+        Args:
+            module: Dense.
+            sharded: Whether ``configure_model`` will shard it.
 
         Raises:
             ConfigError: If the layers were cut before this run, and the dense model is needed.
@@ -74,7 +82,10 @@ class Coach:
             self.progress.stage = 1
         if self.progress.stage > 0:
             return
-        if self.recovery.distill is not None:
+        if self.recovery.distill is not None and sharded and self.recovery.distill.keep != "host":
+            self._whole_teacher = duplicate(module)
+            self.teacher = Teacher(self._whole_teacher, self.recovery.distill, copied=False)
+        elif self.recovery.distill is not None:
             self.teacher = Teacher(module, self.recovery.distill)
         if self.cuts_at_start and self.recovery.reference == "measure":
             self._dense = duplicate(module)
@@ -96,9 +107,17 @@ class Coach:
             self.progress.stage = 1
             self.surgeon.cut(module, 1)
 
+    def before_shards(self, module: LightningModule) -> None:
+        """Keep what copies are made from of a model that is cut and about to be sharded; nothing on a further fit."""
+        if self.recovery.batchnorm_batches and tracked(module) and not any(map(is_fsdp_unit, module.modules())):
+            self._estimator = Estimator(self.recovery.batchnorm_batches, ShardedCopies(module))
+
     def train_start(self, trainer: Any, module: LightningModule) -> None:
         """Measure and re-estimate after the first cut, in a fresh run; take up the phase, in a resumed one."""
         fresh = self.progress.entered_epoch < 0
+        if self._whole_teacher is not None:  # a checkpoint's weights have been loaded into it by now
+            shard(self._whole_teacher, module)
+            self._whole_teacher = None
         self._check_schedule(trainer)
         if isinstance(self.recovery.reference, int | float):
             self.progress.reference = float(self.recovery.reference)
@@ -300,6 +319,7 @@ class Coach:
 
     def _enter(self, trainer: Any, module: LightningModule, epoch: int) -> None:
         phase = phase_at(self.recovery, self.progress, epoch)[0] or Phase()
+        show_shards(module)
         if self._freezer.freeze(module, phase.train):
             rewrap(trainer)
         steps = 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -49,14 +49,17 @@ class _StillScheduler:
         """Change nothing."""
 
 
-def rehearse(module: LightningModule, trainer: Any) -> LightningModule:
+def rehearse(
+    module: LightningModule, trainer: Any, copied: Callable[[LightningModule], LightningModule] = duplicate
+) -> LightningModule:
     """Copy a module such that its steps can be called for their forward alone.
 
     Args:
         module: Attached to ``trainer``; not changed.
         trainer: The running trainer, which the copy's step may read.
+        copied: Copies the module.
     """
-    double: Any = duplicate(module)
+    double: Any = copied(module)
     double.trainer = trainer
     for name in _SILENT:
         vars(double)[name] = _ignore

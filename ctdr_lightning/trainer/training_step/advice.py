@@ -127,7 +127,7 @@ class Adviser:
         if not dense or not replace(options, rank=IF_NEEDED).fits_budget or not module.automatic_optimization:
             return ""
         try:
-            check_strategy(self.trainer.strategy, cuts=True, changes=False, allow_untested=options.allow_untested)
+            check_strategy(self.trainer.strategy, cuts=True, chooses=True, allow_untested=options.allow_untested)
             layers = find_layers(module, options.select)
         except ConfigError:
             return ""
