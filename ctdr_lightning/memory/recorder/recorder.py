@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ctdr_lightning.basics.devices import DeviceModel, device_model
 from ctdr_lightning.basics.errors import ConfigError, ReplayError
+from ctdr_lightning.basics.host_memory import has_process_group
 from ctdr_lightning.basics.torch_private import FakeTensor, OpMode, OpOverload, graph_task_id, top_saved_tensors_hooks
 from ctdr_lightning.memory.recorder.call_seconds import CallSeconds
 from ctdr_lightning.memory.recorder.contents import ZeroCounts
@@ -38,6 +39,7 @@ from ctdr_lightning.memory.values.op_traits import COLLECTIVE, pin_reason_of_typ
 from ctdr_lightning.memory.values.op_trial import OpTrial
 from ctdr_lightning.memory.values.readers import reader
 from ctdr_lightning.memory.values.replay import materialize
+from ctdr_lightning.memory.values.sharded import by_shards, on_shards
 from ctdr_lightning.memory.values.tensors import tensors_in
 from ctdr_lightning.memory.values.value import Value
 from ctdr_lightning.memory.values.value_table import ValueTable
@@ -106,7 +108,8 @@ class Recorder(OpMode):
         self._active = True
         self._paths.__enter__()
         self._unseen.__enter__()
-        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+        hooks = by_shards(self._pack, self._unpack) if has_process_group() else (self._pack, self._unpack)
+        self._hooks = saved_tensors_hooks(*hooks)
         self._hooks.__enter__()
         self._hookless.__enter__()
         if self.evictor is not None:
@@ -132,6 +135,8 @@ class Recorder(OpMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if types and on_shards(types):
+            return NotImplemented
         kwargs = kwargs or {}
         if self.resting:
             self.log.wrote_beside(func, args, kwargs)

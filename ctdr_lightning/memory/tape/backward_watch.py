@@ -8,6 +8,7 @@ from typing import Any
 from ctdr_lightning.basics.torch_private import OpMode, OpOverload
 from ctdr_lightning.memory.tape.online import Evictor
 from ctdr_lightning.memory.values.higher_order import HigherOrderUnseen
+from ctdr_lightning.memory.values.sharded import on_shards
 
 
 class BackwardWatch(OpMode):
@@ -38,4 +39,6 @@ class BackwardWatch(OpMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if types and on_shards(types):
+            return NotImplemented
         return self.evictor.run(func, args, kwargs or {})

@@ -51,6 +51,7 @@ from ctdr_lightning.memory.values.higher_order import HigherOrderUnseen
 from ctdr_lightning.memory.values.op_traits import pin_reason_of_types, traits
 from ctdr_lightning.memory.values.op_trial import OpTrial
 from ctdr_lightning.memory.values.replay import hold_for_views, unpack
+from ctdr_lightning.memory.values.sharded import by_shards, on_shards
 from ctdr_lightning.memory.values.tensors import tensors_in
 from ctdr_lightning.memory.values.value import SIGNS, Handle, Held, SignHandle, Value, root_of
 from ctdr_lightning.memory.values.value_table import ValueTable
@@ -143,6 +144,8 @@ class Tape(OpMode):
             self._verifier = verifier_of(self.plan, self._verify, self._settings, at_once=self._at_once)
             if self._verifier is not None:
                 take, give = self._verifier.around(take, give, lambda: bool(self.diverged))
+            if self._paths is not None:
+                take, give = by_shards(take, give)
             self._listener = Listener(saved_tensors_hooks(take, give))
             if self.evictor is not None:
                 self.evictor.verifier = self._online_verifier()
@@ -213,6 +216,8 @@ class Tape(OpMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if types and on_shards(types):
+            return NotImplemented
         if kwargs is None:
             kwargs = {}
         if graph_task_id() != -1:

@@ -14,6 +14,7 @@ from torch import Tensor
 from ctdr_lightning.basics.torch_private import OpMode, OpOverload
 from ctdr_lightning.memory.values.gathered import GatheredStorages
 from ctdr_lightning.memory.values.higher_order import HigherOrderUnseen
+from ctdr_lightning.memory.values.sharded import on_shards
 from ctdr_lightning.memory.values.tensors import own_part, storage_of
 
 _trackers: list[LiveBytes] = []
@@ -150,6 +151,8 @@ class PeakMeter(OpMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if types and on_shards(types):
+            return NotImplemented
         for arg in (*args, *kwargs.values()) if kwargs else args:
             self.live.ignore(arg if type(arg) in (tuple, list) else (arg,))
         out = func(*args, **(kwargs or {}))

@@ -58,7 +58,7 @@ def own_part(tensor: Tensor) -> Tensor:
     """The shard of this process, of a sharded tensor, outside of autograd's graph; any other tensor itself."""
     if not isinstance(tensor, DTensor):
         return tensor
-    with torch.no_grad():  # with gradients it would be an op of the step
+    with torch.no_grad(), no_dispatch_modes():  # else it would be an op of the step: a parameter's shard is a view
         return tensor.to_local()
 
 
