@@ -34,6 +34,8 @@ TABLES: dict[str, tuple[str, ...]] = {
     "one_number": ("--nets", "C", "--shares", "0.7", "0.5", "--rounds", "3"),
     "logits": ("--models", "gpt2", "--words", "8000", "--rounds", "3"),
     "tiles": ("--nets", "LeNet", "AlexNet"),
+    "sharded": ("--kinds", "h100", "--cards", "8", "--layers", "2", "--depths", "2"),
+    "gathers": ("MLP", "--shares", "1.05", "--rounds", "5"),
     "compiled": ("--nets", "T", "--engines", "aot_eager", "--settings", "0.5", "--shares", "0.5", "--rounds", "3"),
     "gpu": ("battery", "--small"),
     "planner": ("--nets", "R", "T", "RN18", "--shares", "0.8", "0.5", "0.4"),

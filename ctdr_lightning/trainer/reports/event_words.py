@@ -46,6 +46,8 @@ def _words_of_batches(event: of_steps.Event) -> str:
             return f"Batches of {n} samples run as {number} sub-batches of {-(-n // number)} or less."
         case of_batches.MadeLean(summary):
             return summary
+        case of_batches.UnitsChosen(summary):
+            return summary[:1].upper() + summary[1:]
         case of_batches.OutputMade(layer, asked_by):
             return f"The output of {layer} was to be left out, and was made for {asked_by}."
         case of_batches.RunsWhole(module, reason):

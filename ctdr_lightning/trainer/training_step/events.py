@@ -71,6 +71,17 @@ class RunsWhole(Event):
 
 
 @dataclass(frozen=True)
+class UnitsChosen(Event):
+    """It is settled which FSDP2 units' weights stay gathered between forward and backward.
+
+    Attributes:
+        summary: Which, and at what gain, in words.
+    """
+
+    summary: str
+
+
+@dataclass(frozen=True)
 class RanOutOfMemory(Event):
     """A step ran out of memory and is tried again under a smaller budget."""
 

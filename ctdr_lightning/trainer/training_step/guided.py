@@ -58,16 +58,17 @@ class Planned(Layer):
     def forward(self, step: Step, rest: Chain) -> Any:
         """Make the memory ready, before the retry takes hold of gradients."""
         alike = signature_of(step.inputs, step.module)
-        lean = self._memory.planner.lean_key
+        lean, units = self._memory.planner.lean_key, self._memory.units.key
 
         def kind_of(adds: bool) -> Hashable:
-            return step.extra, adds, lean, alike
+            return step.extra, adds, lean, units, alike
 
         beside_bytes, adds = self._memory.make_ready(step.inputs, kind_of, step.later)
         return rest.forward(replace(step, kind=kind_of(adds), beside_bytes=beside_bytes))
 
     def done(self) -> None:
-        """Plan a step that was recorded."""
+        """Plan a step that was recorded, after the first one with another choice of units perhaps."""
+        self._memory.choose_units()
         self._memory.plan_due()
 
 

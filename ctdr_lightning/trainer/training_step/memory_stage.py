@@ -29,6 +29,7 @@ from ctdr_lightning.trainer.training_step.bytes_beside import BytesBeside
 from ctdr_lightning.trainer.training_step.device import allocated_peak_bytes, tensors_of
 from ctdr_lightning.trainer.training_step.optimizer.resident import local_bytes
 from ctdr_lightning.trainer.training_step.planning import BatchPlanner
+from ctdr_lightning.trainer.training_step.unit_weights import UnitWeights
 
 # Each retry has a fifth less than the last: in the slow tests under a hard cap one retry is enough.
 TIGHTER = 0.8
@@ -46,6 +47,7 @@ class MemoryStage:
         planner: Plans them.
         budget_bytes: The budget that was asked for; None for none.
         last_backend: Compiles the step of a compiled module; None for any other.
+        units: Chooses the FSDP2 units whose weights stay gathered.
     """
 
     def __init__(self, options: CallbackOptions) -> None:
@@ -55,6 +57,7 @@ class MemoryStage:
         self._places = Places()
         self._holders = self._places.holders()
         self.planner = BatchPlanner(options, self.beside, self._places, None)
+        self.units = UnitWeights()
         self.budget_bytes: int | None = None
         self._last_plan: Plan | None = None
         self._collected = False
@@ -93,8 +96,12 @@ class MemoryStage:
         if not self._options.plans_memory:
             return
         if self.session is None:
-            settle_units(module)
+            gather_s = settle_units(module)
             self._begin(trainer.strategy.root_device, module)
+            if self.budget_bytes is not None:
+                self.units.begin(trainer, module, gather_s)
+        self.units.apply()
+        self.units.free()
         self.planner.attach(module)
         new = self.beside.look_ahead(trainer, module)
         if new is not None:
@@ -182,12 +189,23 @@ class MemoryStage:
         Args:
             kind: Its signature; None for the present kind.
         """
-        if self.session is None:
+        if self.session is None or self.units.waits:
             return
         before = self.planner.n_planned
         self.session.plan_with(self.planner, kind)
         if self.planner.n_planned > before:
             free_cache()  # plans are made for an allocator without the pieces that other steps left in it
+
+    def choose_units(self) -> None:
+        """After a backward: choose the FSDP2 units whose weights stay gathered, where that is not done yet."""
+        session, module = self.session, self._module
+        if session is None or module is None or not self.units.chooses:
+            return
+        account = self.planner.account_of(session.trace) if session.trace is not None else None
+        found = self.units.settle(module.trainer, account, self.planner.budget_bytes or 0, self._options.policy)
+        self.note(events.UnitsChosen(found))
+        if self._options.verbose:
+            rank_zero_info(f"CTDR: {found}")
 
     def _replan(self) -> None:
         assert self.session is not None
@@ -233,6 +251,7 @@ class MemoryStage:
         if module is None:
             return 0, False
         trainer: Any = module.trainer
+        self.units.step_begins()
         gradients, batch = local_bytes(_gradients(module)), local_bytes(tensors_of(inputs))
         first = not later and module.automatic_optimization
         fresh = first and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
@@ -258,7 +277,8 @@ class MemoryStage:
         gradients = local_bytes(_gradients(module))
         if not gradients or not self._needs(gradients, kind):
             return False
-        self.note(events.GradientsFreed(gradients))
+        if self.session is not None and self.session.plan_of(kind) is not None:  # a recorded step has none to need them
+            self.note(events.GradientsFreed(gradients))
         trainer: Any = module.trainer
         for optimizer in trainer.optimizers:
             optimizer.zero_grad(set_to_none=True)
@@ -369,6 +389,7 @@ class MemoryStage:
     def release(self) -> None:
         """Leave everything that is installed."""
         self._module = None
+        self.units.release()
         self.planner.release()
         if self.session is not None:
             self.session.abort()

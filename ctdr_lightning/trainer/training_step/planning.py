@@ -86,7 +86,7 @@ class BatchPlanner:
         Raises:
             InfeasibleBudgetError: When nothing fits, and such a step is not run as small as it can be.
         """
-        account, limit = self._beside.account(self._on_machine(trace)), self.budget_bytes
+        account, limit = self.account_of(trace), self.budget_bytes
         self.rest_peak_bytes = account.rest_bytes
         if self._on_trial:
             self._end_trial(account)
@@ -106,6 +106,10 @@ class BatchPlanner:
             made = plan(account.standing, Budget(seconds=math.inf))  # the least peak at any time
         self.n_planned += 1
         return made
+
+    def account_of(self, trace: Trace) -> BatchAccount:
+        """The account of a batch that runs whole, from its step."""
+        return self._beside.account(self._on_machine(trace))
 
     def tighten(self, budget_bytes: int) -> None:
         """Plan for less from now on, and refuse nothing: the user's own budget was larger."""

@@ -20,6 +20,7 @@ from tests.memory.graphs import chain, graph_trace
         (events.RestGrew(2**20), "After the backward a batch takes 1.0 MiB more"),
         (events.ClosureMeasured(2**20), "Beside a closure of the optimizer stand 1.0 MiB."),
         (events.BatchesCut(10, 4), "Batches of 10 samples run as 4 sub-batches of 3 or less."),
+        (events.UnitsChosen("the weights of 1 of 2 FSDP units stay"), "The weights of 1 of 2 FSDP units stay"),
         (
             events.RanOutOfMemory("no room", 2**20),
             "A step ran out of memory (no room); it is tried again under 1.0 MiB.",
