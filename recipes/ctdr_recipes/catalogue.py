@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.registry import Registry
@@ -108,10 +109,10 @@ def run(name: str, arguments: Sequence[str]) -> None:
             # Hydra's parser takes overrides in one row only: no option may come between two of them.
             overrides = [word for word in arguments if "=" in word and not word.startswith("-")]
             options = [word for word in arguments if word not in overrides]
-            with _command_line([*options, f"experiment={name}", *overrides]):
-                from ctdr_recipes.train import command
+            from ctdr_recipes import train
 
-                command()
+            with _command_line([*options, f"experiment={name}", *overrides]), _as_main(train):
+                train.command()
         else:
             with _command_line(arguments):
                 runpy.run_module(f"ctdr_recipes.{name}", run_name="__main__")
@@ -133,3 +134,14 @@ def _command_line(arguments: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         sys.argv = before
+
+
+@contextmanager
+def _as_main(module: ModuleType) -> Iterator[None]:
+    """Have Lightning start the other processes of a run as ``python -m MODULE``: of `__main__` it takes that name."""
+    before = sys.modules["__main__"]
+    sys.modules["__main__"] = module
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = before

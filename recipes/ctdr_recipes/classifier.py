@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics.classification import MulticlassAccuracy
 
 from ctdr_lightning.basics.errors import ConfigError
+from ctdr_recipes.sharding import shard, share_buffers
 
 
 class Classifier(LightningModule):
@@ -43,6 +44,23 @@ class Classifier(LightningModule):
             {stage: MulticlassAccuracy(n_classes, average="micro") for stage in ("val", "test")}
         )
 
+    def configure_model(self) -> None:
+        """Shard the network under ``ModelParallelStrategy``, which alone has a mesh; once, although called again."""
+        if self.device_mesh is not None:
+            shard(self.net, self.device_mesh["data_parallel"])
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Begin a sharded step with the same buffers on every process."""
+        self._share_buffers()
+
+    def on_validation_start(self) -> None:
+        """Score the same sharded network on every process."""
+        self._share_buffers()
+
+    def on_test_start(self) -> None:
+        """Score the same sharded network on every process."""
+        self._share_buffers()
+
     def forward(self, images: Tensor) -> Tensor:
         """Return logits with shape ``(N, n_classes)``."""
         return self.net(images)
@@ -69,6 +87,10 @@ class Classifier(LightningModule):
             return optimizer
         schedule = self.scheduler(optimizer, total_steps=int(self.trainer.estimated_stepping_batches))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _share_buffers(self) -> None:
+        if self.device_mesh is not None:
+            share_buffers(self.net, self.device_mesh["data_parallel"])
 
     def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
         images, labels = batch

@@ -14,6 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from ctdr_lightning.basics.errors import ConfigError
+from ctdr_recipes.sharding import n_devices
 
 _LAUNCH = ("launch=slurm", "hydra/launcher=submitit_slurm")
 # Jobs of an array have the same nodes and tasks.
@@ -40,7 +41,7 @@ def check_slurm(arguments: Sequence[str], folder: Path) -> None:
             "Add --multirun; a single job is a sweep of one point.",
         )
     launcher, trainer = _composed(arguments, folder)
-    devices = _n_devices(trainer, launcher)
+    devices = n_devices(trainer.devices, launcher.gpus_per_node)
     _check_same("tasks a node", launcher.tasks_per_node, "devices a node", devices, "gpus_per_node")
     _check_same("nodes", launcher.nodes, "nodes", trainer.num_nodes, "nodes")
 
@@ -59,14 +60,6 @@ def _composed(arguments: Sequence[str], folder: Path) -> tuple[Any, Any]:
         config = compose("train", fixed, return_hydra_config=True)
     HydraConfig.instance().set_config(config)  # ${hydra:launcher...} reads it
     return config.hydra.launcher, config.trainer
-
-
-def _n_devices(trainer: Any, launcher: Any) -> Any:
-    """Devices that the Trainer takes on a node; all that SLURM gives where it says no number."""
-    given = trainer.devices
-    if given in ("auto", -1, "-1"):
-        return launcher.gpus_per_node
-    return given if isinstance(given, int | str) or given is None else len(given)
 
 
 def _check_same(what: str, asked: Any, of: str, trained: Any, key: str) -> None:

@@ -1,7 +1,7 @@
 """A SLURM that a test plays: `sbatch`, `srun`, `squeue`, `sacct`, `scancel` and `scontrol requeue` on this machine.
 
-Each command is a file that runs this one. Jobs are processes in the background; what is known of them are files in one
-folder: `<job>.pid`, `<job>.state`, and `<job>.requeue` while a job waits to be run again.
+Each command is a file that runs this one. All nodes are this machine. Jobs are processes in the background; what is
+known of them are files in one folder: `<job>.pid`, `<job>.state`, and `<job>.requeue` while a job waits to run again.
 """
 
 from __future__ import annotations
@@ -48,13 +48,15 @@ def sbatch(file):
 
 def run(file, *names):
     """What the cluster does with the jobs: run each, again and again while it asks to be queued again."""
-    tasks = (re.findall(r"--ntasks-per-node=(\d+)", Path(file).read_text()) or ["1"])[0]
+    text = Path(file).read_text()
+    tasks, nodes = ((re.findall(rf"--{option}=(\d+)", text) or ["1"])[0] for option in ("ntasks-per-node", "nodes"))
     for name in names:
         number, _, index = name.partition("_")
         env = {
             **os.environ, "PLAYED_JOB": name, "SLURM_JOB_ID": number, "SLURM_JOB_NAME": "played",
-            "SLURM_NTASKS": tasks, "SLURM_NTASKS_PER_NODE": tasks, "SLURM_JOB_NUM_NODES": "1", "SLURM_NODEID": "0",
-            "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_NODELIST": "localhost", "SLURM_NODELIST": "localhost",
+            "SLURM_NTASKS": str(int(tasks) * int(nodes)), "SLURM_NTASKS_PER_NODE": tasks, "SLURM_NNODES": nodes,
+            "SLURM_JOB_NUM_NODES": nodes, "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
+            "SLURM_JOB_NODELIST": "localhost", "SLURM_NODELIST": "localhost",
         }  # fmt: skip
         env |= {"SLURM_ARRAY_JOB_ID": number, "SLURM_ARRAY_TASK_ID": index} if index else {}
         while True:
@@ -75,7 +77,7 @@ def srun(*arguments):
         at = given.index(option)
         streams[option] = given[at + 1]
         del given[at : at + 2]
-    tasks = [_task(given, streams, str(rank)) for rank in range(int(os.environ["SLURM_NTASKS"]))]
+    tasks = [_task(given, streams, rank) for rank in range(int(os.environ["SLURM_NTASKS"]))]
     pids = " ".join(str(task.pid) for task in tasks)
     (_jobs() / f"{os.environ['PLAYED_JOB']}.pid").write_text(pids)
     sys.exit(max(abs(task.wait()) for task in tasks))
@@ -86,10 +88,12 @@ def _task(command, streams, rank):
     number, _, index = name.partition("_")
     files = []
     for path in streams.values():
-        for pattern, text in (("%A", number), ("%a", index), ("%j", name), ("%t", rank)):
+        for pattern, text in (("%A", number), ("%a", index), ("%j", name), ("%t", str(rank))):
             path = path.replace(pattern, text)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)  # submitit makes it when sbatch has answered
         files.append(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
-    env = {**os.environ, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}
+    node, local = divmod(rank, int(os.environ["SLURM_NTASKS_PER_NODE"]))
+    env = {**os.environ, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local), "SLURM_NODEID": str(node)}
     return subprocess.Popen(command, stdout=files[0], stderr=files[1], env=env)
 
 

@@ -67,3 +67,19 @@ def test_two_tasks_a_node_are_the_two_ranks_of_each_point(tmp_path):
     logs = [path.read_text() for path in (tmp_path / "played").glob(".submitit/*/*_log.err")]
     assert sum("MEMBER: 2/2" in text for text in logs) == sum("MEMBER: 1/2" in text for text in logs) == 2
     assert (tmp_path / "played" / "comparison.md").read_text().count("| rank-") == 2
+
+
+@pytest.mark.slow
+def test_two_tasks_on_each_of_two_nodes_are_the_four_ranks_of_a_sharded_run(tmp_path):
+    env = played_slurm.install(tmp_path / "slurm")
+    four = ["hydra.launcher.nodes=2", "hydra.launcher.gpus_per_node=2", "trainer=fsdp", "trainer.precision=32-true"]
+    played = sweep(tmp_path / "played", env, "launch=slurm", *four, "trainer.max_epochs=1", ranks=RANKS[:1])
+    assert played.returncode == 0, played.stderr
+    ((weights, scores),) = results(tmp_path / "played", RANKS[:1]).values()
+    assert len(scores) == 1
+    assert all(torch.isfinite(tensor).all() for tensor in weights.values())
+    logs = [path.read_text() for path in (tmp_path / "played").glob(".submitit/*/*_log.err")]
+    assert [sum(f"MEMBER: {number}/4" in text for text in logs) for number in (1, 2, 3, 4)] == [1, 1, 1, 1]
+    saved = torch.load(tmp_path / "played" / "rank-0.5" / "checkpoints" / "last.ckpt", weights_only=True)
+    trainer = {key: saved["recipe_config"]["config"][f"trainer.{key}"] for key in ("num_nodes", "devices")}
+    assert trainer == {"num_nodes": 2, "devices": 2}

@@ -14,6 +14,7 @@ SLURM = ["--multirun", "launch=slurm"]
 RIGHT = [
     [], ["trainer.devices=7"], SLURM, [*SLURM, "ctdr.rank=0.5,0.25"],
     [*SLURM, "trainer=ddp", "hydra.launcher.gpus_per_node=4", "hydra.launcher.nodes=2"],
+    [*SLURM, "trainer=fsdp", "hydra.launcher.gpus_per_node=4", "hydra.launcher.nodes=2"],
     [*SLURM, "trainer.devices=auto"], [*SLURM, "trainer.devices=[0]"], ["launch=slurm", "--cfg", "job"],
     [*SLURM, "experiment=image_folder"],
 ]  # fmt: skip
