@@ -65,7 +65,7 @@ def main() -> None:
         tensor_parallel_size=1,
         process_group_backend=None if torch.cuda.is_available() else "gloo",
     )
-    # The budget is that of each process. Layers that are sharded cannot be decomposed here: rank=None.
+    # The budget is that of each process. With rank=0.25 layers would be decomposed before they are sharded.
     ctdr = CTDRCallback(memory_budget=args.memory_budget, rank=None)
     trainer = Trainer(
         max_epochs=args.epochs, strategy=strategy, devices=args.devices, callbacks=[ctdr], log_every_n_steps=5

@@ -204,8 +204,6 @@ class MemoryStage:
         account = self.planner.account_of(session.trace) if session.trace is not None else None
         found = self.units.settle(module.trainer, account, self.planner.budget_bytes or 0, self._options.policy)
         self.note(events.UnitsChosen(found))
-        if self._options.verbose:
-            rank_zero_info(f"CTDR: {found}")
 
     def _replan(self) -> None:
         assert self.session is not None
