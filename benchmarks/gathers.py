@@ -38,6 +38,8 @@ from ctdr_lightning.trainer.training_step import unit_weights
 MIB = 2**20
 RANKS, SETTLED, METERED = 2, 5, 2  # the first batches are recorded, watched and verified
 WAYS = ("all freed", "all kept", "chosen")
+# FSDP2 calls this; before torch 2.13 under its older name.
+_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 
 @dataclass(frozen=True)
@@ -157,10 +159,11 @@ class Meter(Callback):
             self.peaks.append(measured.peak_bytes)
 
 
-def _slowed(bytes_per_s: float) -> Callable[..., Any]:
-    gather = dist.all_gather_into_tensor
+def _slowed(bytes_per_s: float, seen: list[int]) -> Callable[..., Any]:
+    gather = getattr(dist, _GATHER)
 
     def slow(output: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(output.nbytes)
         found = gather(output, *args, **kwargs)
         sleep(output.nbytes / bytes_per_s)
         return found
@@ -186,7 +189,7 @@ def _train(rank: int, port: int, name: str, way: str, budget_bytes: int, rounds:
     meter, n_steps = Meter(ours, rounds), SETTLED + rounds + METERED
     strategy = ModelParallelStrategy(data_parallel_size=RANKS, tensor_parallel_size=1, process_group_backend="gloo")
     with ExitStack() as stack:
-        stack.enter_context(patch.object(dist, "all_gather_into_tensor", _slowed(rate)))
+        stack.enter_context(patch.object(dist, _GATHER, _slowed(rate, seen := [])))
         stack.enter_context(patch.object(unit_weights, "choose_staying", _forced(way)))
         trainer = Trainer(
             callbacks=[ours, meter], strategy=strategy, devices=RANKS, accelerator="cpu", max_steps=n_steps,
@@ -194,6 +197,8 @@ def _train(rank: int, port: int, name: str, way: str, budget_bytes: int, rounds:
             log_every_n_steps=1000,
         )  # fmt: skip
         trainer.fit(net, DataLoader(data, batch_size))
+    if len(seen) < n_steps * len(net.blocks):
+        raise RuntimeError(f"FSDP2 does not gather by torch.distributed.{_GATHER}: no gather was slowed down")
     if rank == 0:
         kept = len(ours.run.memory.units.key)
         found = Row(

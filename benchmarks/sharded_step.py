@@ -7,11 +7,10 @@ roofline's of the card, those of collectives a ring's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -21,7 +20,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ctdr_lightning.basics.devices import DeviceModel
-from ctdr_lightning.basics.torch_private import FakeTensor, OpOverload, no_dispatch_modes
 from ctdr_lightning.memory import Trace, record
 from ctdr_lightning.memory.account.batch import BatchAccount
 from ctdr_lightning.memory.holders.optimizer_bytes import optimizer_of, predict
@@ -153,18 +151,6 @@ def sharded(net: Llama, mesh: DeviceMesh) -> Llama:
     return net
 
 
-class _Fakes(CpuFakes):
-    """Fake tensors among which the recorder may compare the random generators' states, which are real."""
-
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is torch.ops.aten.equal.default and not any(isinstance(arg, FakeTensor) for arg in args):
-            with no_dispatch_modes():
-                return func(*args)
-        return super().__torch_dispatch__(func, types, args, kwargs or {})
-
-
 @contextmanager
 def pretended(cards: int) -> Iterator[DeviceMesh]:
     """A process group in which this process is the first of so many, and nothing is exchanged."""
@@ -198,7 +184,7 @@ def recorded(model: Model, batch: int, cards: int, card: DeviceModel | None, che
         card: The card; None is this processor, whose bytes alone count then.
         checkpointed: Whether each block runs in torch's checkpoint.
     """
-    with pretended(cards) as mesh, _Fakes():
+    with pretended(cards) as mesh, CpuFakes():
         net = sharded(Llama(model, checkpointed), mesh)
         ids = torch.zeros(batch, model.tokens, dtype=torch.int64)
         net(ids).backward()  # the first step makes what later ones find
@@ -217,8 +203,7 @@ def _on(trace: Trace, card: DeviceModel | None) -> Trace:
     """The step as of a GPU whose collectives take no time of its own; `seconds` adds theirs."""
     if card is None:
         return trace
-    free = (GATHER, SCATTER, "aten.empty.memory_format")  # the roofline prices memory that is only taken as written
-    seconds = [0.0 if op.name in free else op.seconds for op in trace.ops]
+    seconds = [0.0 if op.name in (GATHER, SCATTER) else op.seconds for op in trace.ops]
     return replace(trace.with_costs(behind_host(card, seconds), {}), device="cuda")
 
 

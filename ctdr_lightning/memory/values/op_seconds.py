@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from ctdr_lightning.basics.devices import DeviceModel, product_flops32_per_s
 from ctdr_lightning.basics.torch_private import OpOverload
 from ctdr_lightning.memory.values.kernel_rates import kernel_seconds
-from ctdr_lightning.memory.values.op_traits import traits
+from ctdr_lightning.memory.values.op_traits import UNINITIALISED, traits
 from ctdr_lightning.memory.values.tensors import has_storage, tensors_in
 
 # Positions of the arguments that a kernel reads a second time: BatchNorm that trains takes its statistics, or their
@@ -51,7 +51,7 @@ def op_seconds(device: DeviceModel, func: OpOverload, args: tuple[Any, ...], kwa
         out: Its result: a tensor or several.
     """
     what = traits(func)
-    if what.view:
+    if what.view or what.pin == UNINITIALISED:
         return 0.0
     outs = list(tensors_in(out if type(out) in (tuple, list) else (out,)))
     moved = sum(t.nbytes for t in (*tensors_in((*args, *kwargs.values())), *outs) if has_storage(t))

@@ -30,6 +30,7 @@ _DRAWS = {
     )
 }  # fmt: skip
 _EXCHANGING = {"c10d", "_c10d_functional", "c10d_functional", "fsdp", "symm_mem", "_dtensor"}
+UNINITIALISED = "uninitialised memory"
 _UNINITIALISED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
 # Operators of these are declared in full: torch's own, and those of torchvision, which are pure functions.
 _DECLARED = {"aten", "prims", "prim", "quantized", "mkldnn", "torchvision"}
@@ -154,7 +155,7 @@ class OpTraits:
         if namespace in _EXCHANGING:
             return COLLECTIVE
         if name in _UNINITIALISED:
-            return "uninitialised memory"
+            return UNINITIALISED
         if name in _RESIZING:
             return "another storage"
         if random and self.dropout is None:

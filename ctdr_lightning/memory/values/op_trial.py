@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ctdr_lightning.basics.errors import first_line
-from ctdr_lightning.basics.torch_private import OpOverload
+from ctdr_lightning.basics.torch_private import OpOverload, no_dispatch_modes
 from ctdr_lightning.memory.values.fingerprint import Fingerprint, differing, has_contents, of_tensor
 from ctdr_lightning.memory.values.op_traits import traits
 from ctdr_lightning.memory.values.tensors import tensors_in
@@ -91,4 +91,5 @@ def _put_back(states: list[Tensor]) -> None:
 
 
 def _equal(before: list[Tensor], after: list[Tensor]) -> bool:
-    return len(before) == len(after) and all(map(torch.equal, before, after))
+    with no_dispatch_modes():  # states are real tensors, also in a step on fake ones
+        return len(before) == len(after) and all(map(torch.equal, before, after))

@@ -43,3 +43,14 @@ def test_a_module_on_the_meta_device_gives_the_same_trace(name):
     assert found.storages == want.storages
     assert [op.name for op in found.ops] == [op.name for op in want.ops]
     assert simulate(found).peak_bytes == simulate(want).peak_bytes
+
+
+def test_parts_that_are_named_for_a_profiler_are_recorded():
+    net, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+
+    def step(net, x):
+        with torch.profiler.record_function("forward"):
+            return net(x).sum()
+
+    fake, real = record_fake(net, x, step), record(lambda: step(net, x))
+    assert [op.name for op in fake.ops] == [op.name for op in real.ops]
