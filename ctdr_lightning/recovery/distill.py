@@ -87,7 +87,7 @@ class Teacher:
     def _answer(self, args: tuple[Any, ...], kwargs: dict[str, Any], like: Any) -> Tensor:
         start_s = perf_counter()
         device = _logits(like).device
-        if any(tensor.device != device for tensor in self.net.parameters()):
+        if any(tensor.device != device for tensor in (*self.net.parameters(), *self.net.buffers())):
             self.net.to(device)
         enabled = self.options.keep == "bf16" or torch.is_autocast_enabled(device.type)
         with torch.autocast(device.type, torch.bfloat16 if self.options.keep == "bf16" else None, enabled=enabled):

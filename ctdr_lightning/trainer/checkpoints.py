@@ -54,11 +54,7 @@ class CompleteFileIO(TorchCheckpointIO):
         except FileNotFoundError as error:
             raise CheckpointError(f"checkpoint {str(path)!r} does not exist.", "Check the path.") from error
         except Exception as error:  # torch.load raises whatever the damaged bytes lead to
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise CheckpointError(
-                f"checkpoint {str(path)!r} cannot be read: {first}",
-                "It is truncated, corrupt, or holds more than tensors and primitives.",
-            ) from error
+            raise _unreadable(path, error) from error
         for name in ("callbacks", "state_dict"):  # Lightning looks into these before any callback is asked
             if not isinstance(found, Mapping) or not isinstance(found.get(name, {}), Mapping):
                 kind = type(found[name] if isinstance(found, Mapping) else found).__name__
@@ -82,7 +78,20 @@ def read_entries(path: str | Path) -> Any:
     Raises:
         CheckpointError: As `CompleteFileIO.load_checkpoint` does.
     """
-    return read_rest(Path(path)) if Path(path).is_dir() else CompleteFileIO().load_checkpoint(path)
+    if not Path(path).is_dir():
+        return CompleteFileIO().load_checkpoint(path)
+    try:
+        return read_rest(Path(path))
+    except Exception as error:  # torch.load raises whatever the damaged bytes lead to
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: str | Path, error: Exception) -> CheckpointError:
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return CheckpointError(
+        f"checkpoint {str(path)!r} cannot be read: {first}",
+        "It is truncated, corrupt, or holds more than tensors and primitives.",
+    )
 
 
 def _is_local(path: str | Path) -> bool:

@@ -182,7 +182,8 @@ class FitRun:
             return
         sharded, cut_before = is_sharded(trainer.strategy), self.surgeon.choices is not None
         if sharded and not cut_before:
-            check_layers(module, self._options.rank)
+            given = self._options.choices is not None
+            check_layers(module, "choices=..." if given else f"rank={self._options.rank!r}")
         self.cut(trainer, module)
         if sharded and not cut_before:
             share_factors(trainer.strategy, module)

@@ -53,12 +53,12 @@ def check_recovery(recovery: Recovery) -> None:
         )
 
 
-def check_layers(module: nn.Module, rank: object) -> None:
+def check_layers(module: nn.Module, request: str) -> None:
     """Require that the layers to be cut are there in ``setup``, before ``configure_model``.
 
     Args:
         module: About to be sharded.
-        rank: The request, for the lines that the error proposes.
+        request: The argument that asks for cuts, as the error proposes it for `decompose`.
 
     Raises:
         ConfigError: If the module has no layer yet, or is sharded already.
@@ -74,7 +74,7 @@ def check_layers(module: nn.Module, rank: object) -> None:
         raise ConfigError(
             "layers that configure_model makes cannot be decomposed by the callback, which works before it.",
             "Make them in __init__ (on torch.device('meta') with ranks={'choices': ...}), or write, in configure_model "
-            f"before fully_shard, ctdr_lightning.decompose(self, rank={rank!r}), and CTDRCallback(rank=None, ...).",
+            f"before fully_shard, ctdr_lightning.decompose(self, {request}), and CTDRCallback(rank=None, ...).",
         ) from error
 
 

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 
 from ctdr_lightning import CTDRCallback, decompose, load_from_checkpoint, merge, restore
-from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.basics.errors import CheckpointError, ConfigError
 from ctdr_lightning.trainer.structure import factorized_names
 from tests import forks, parts
 
@@ -180,6 +180,13 @@ def test_a_sharded_runs_checkpoint_is_restored_and_merged_in_one_process(tmp_pat
     torch.testing.assert_close(module(x), answer)
 
 
+def test_a_damaged_folder_is_an_error_of_the_checkpoint(tmp_path):
+    (tmp_path / "meta.pt").write_bytes(b"PK cut off")
+    for read in (CTDRCallback.from_checkpoint, lambda path: restore(Sharded(), path)):
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            read(tmp_path)
+
+
 def follow_alone(folder):
     module = sharded(seed=3)
     callback = CTDRCallback.from_checkpoint(folder / "last.ckpt")
@@ -236,6 +243,10 @@ def refused():
     with pytest.raises(ConfigError) as caught:
         run(Built(), ours(rank=0.5))
     assert "decompose(self, rank=0.5)" in caught.value.hint
+    given = decompose(sharded(), rank=0.5, progress=False).choices
+    with pytest.raises(ConfigError) as caught:
+        run(Built(), ours(ranks={"choices": given}))
+    assert "decompose(self, choices=" in caught.value.hint
 
 
 def test_what_shards_do_not_allow_is_refused():

@@ -150,9 +150,9 @@ def _read(path: str | Path) -> Any:
         if Path(path).is_dir():
             return read_folder(Path(path))
         return torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise CheckpointError(f"checkpoint {str(path)!r} does not exist.", "Check the path.") from None
     except Exception as error:  # torch.load raises whatever the damaged bytes lead to
+        if not Path(path).exists():
+            raise CheckpointError(f"checkpoint {str(path)!r} does not exist.", "Check the path.") from None
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
             f"checkpoint {str(path)!r} cannot be read: {first}",

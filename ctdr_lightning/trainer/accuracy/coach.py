@@ -116,7 +116,7 @@ class Coach:
         """Measure and re-estimate after the first cut, in a fresh run; take up the phase, in a resumed one."""
         fresh = self.progress.entered_epoch < 0
         if self._whole_teacher is not None:  # a checkpoint's weights have been loaded into it by now
-            shard(self._whole_teacher, module)
+            shard(self._whole_teacher, module).to(module.device)  # `fully_shard` moves no buffers
             self._whole_teacher = None
         self._check_schedule(trainer)
         if isinstance(self.recovery.reference, int | float):
