@@ -101,7 +101,6 @@ class MemoryStage:
             if self.budget_bytes is not None:
                 self.units.begin(trainer, module, gather_s)
         self.units.apply()
-        self.units.free()
         self.planner.attach(module)
         new = self.beside.look_ahead(trainer, module)
         if new is not None:

@@ -36,7 +36,6 @@ class UnitWeights:
         self._own: dict[str, bool] = {}
         self._set: dict[str, bool] = {}
         self._hooks: list[Any] = []
-        self._freed: list[Any] = []  # units whose weights a backward leaves in shards
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -55,7 +54,6 @@ class UnitWeights:
             return
         found = {name: unit for name, unit in _units_to_choose(module).items() if name in seconds}
         self._units, self._seconds = found, seconds
-        self._freed = [unit for unit in module.modules() if is_fsdp_unit(unit) and hasattr(unit, "reshard")]
         self.chooses = self.waits = bool(self._units)
         for name, unit in self._units.items():
             self._hooks.append(unit.register_forward_hook(self._freeing(name, _meshes(unit))))
@@ -93,7 +91,6 @@ class UnitWeights:
         known, staying = self._agreed(trainer, [{g.unit for g in gathers}, set(proposed.units)])
         self.chooses = False
         self._remove_hooks()
-        self._freed = [unit for unit in self._freed if None not in _meshes(unit)]
         chosen = {name: name not in staying for name in known}
         self._set = {name: chosen.get(name, self._own[name]) for name in self._units if name in self._own}
         self.waits = bool(self.key)  # otherwise the recorded step is the one to plan
@@ -124,17 +121,10 @@ class UnitWeights:
     def step_begins(self) -> None:
         """A step begins: from here on it is one with the present choice."""
         self.waits = self.chooses
-        self.free()
-
-    def free(self) -> None:
-        """Free weights that a validation has left gathered, so that a step gathers what it did when it was recorded."""
-        for unit in self._freed:
-            unit.reshard()
 
     def release(self) -> None:
         """Give every unit its own setting again."""
         self._remove_hooks()
-        self.free()
         for name in self._set:
             self._units[name].set_reshard_after_forward(self._own[name], recurse=False)
 
