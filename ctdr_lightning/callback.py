@@ -12,7 +12,7 @@ from ctdr_lightning.basics.checks import from_mapping, named_arguments
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.joint.budget_fit import BudgetFit
 from ctdr_lightning.recovery import Recovery
-from ctdr_lightning.trainer.checkpoints import read_entries
+from ctdr_lightning.trainer.checkpoints import read_entries, write_complete_files
 from ctdr_lightning.trainer.fit_run import FitRun
 from ctdr_lightning.trainer.groups import Memory, Ranks, changed
 from ctdr_lightning.trainer.options import CallbackOptions
@@ -114,6 +114,7 @@ class CTDRCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Decompose, before optimizers exist and before any checkpoint is read; another model is another run's."""
         if stage != "fit":
+            write_complete_files(trainer.strategy)
             self.run.follow_structure(pl_module)
             return
         if not self.run.serves(pl_module):

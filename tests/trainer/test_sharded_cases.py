@@ -6,8 +6,9 @@ import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from ctdr_lightning import CTDRCallback
+from ctdr_lightning import CTDRCallback, decompose
 from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.trainer.structure import factorized_names
 from tests import forks, parts
 from tests.trainer.test_sharded_peaks import Gpt
 from tests.trainer.test_tensor_parallel import Perceptrons
@@ -47,7 +48,7 @@ def run(kind, callback=None, trainer=None):
     parts.seed_everything(0, verbose=False)
     module = kind()
     data, batch_size = module.data()
-    tensor_parallel = kind is TensorParallel
+    tensor_parallel = issubclass(kind, TensorParallel)
     strategy = ModelParallelStrategy(
         data_parallel_size=1 if tensor_parallel else 2, tensor_parallel_size=2 if tensor_parallel else 1,
         process_group_backend="gloo",
@@ -85,6 +86,24 @@ def check_refused(kind, name):
     options, said = REFUSED[name]
     with pytest.raises(ConfigError, match=said):
         run(kind, callback_of(options))
+
+
+def check_ranks_beside_a_tensor_parallel_plan():
+    choices = {"rank": 0.5, "select": "first"}
+
+    class Cut(TensorParallel):
+        def __init__(self):
+            super().__init__()
+            decompose(self, **choices, progress=False)
+
+    called = run(TensorParallel, callback_of({**choices, "policy": "keep", "ranks": {"data": None}}))
+    assert factorized_names(called) == {"first"}
+    assert parts.same(run(Cut).losses, called.losses)
+
+
+@pytest.mark.slow
+def test_layers_outside_of_a_tensor_parallel_plan_are_decomposed():
+    assert forks.run(check_ranks_beside_a_tensor_parallel_plan, ranks=2) == [0, 0]
 
 
 KINDS = {"FSDP2": Gpt, "tensor parallel": TensorParallel}

@@ -173,6 +173,9 @@ def test_a_sharded_runs_checkpoint_is_restored_and_merged_in_one_process(tmp_pat
     assert weights.keys() == module.state_dict().keys()
     for name, parameter in module.named_parameters():  # BatchNorm's statistics are each process' own
         assert parts.same(parameter.data, weights[name])
+    scored = parts.quiet_trainer(ours(rank=0.5))
+    (score,) = scored.validate(Sharded(), parts.loaders()[1], ckpt_path=tmp_path / "last.ckpt", verbose=False)
+    assert score.keys() >= {"val_acc"}
     assert parts.same(load_from_checkpoint(Sharded, tmp_path / "last.ckpt").state_dict(), module.state_dict())
     x = torch.randn(3, 1, 8, 8)
     answer = module.eval()(x)
