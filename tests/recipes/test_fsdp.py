@@ -118,6 +118,7 @@ def test_a_resumed_sharded_run_is_the_undisturbed_one(tmp_path):
     assert parts.same(weights(tmp_path, "same"), weights(tmp_path, "straight"))
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_of_a_sharded_run_is_tested(tmp_path):
     scores = two(tmp_path, "best", *SHARDED, *CUT, "trainer.max_epochs=3", "test=best")
     (best,) = (tmp_path / "best" / "checkpoints").glob("best*.ckpt")
@@ -125,6 +126,7 @@ def test_the_best_checkpoint_of_a_sharded_run_is_tested(tmp_path):
     assert scores["test/loss"] == again["test/loss"]
 
 
+@pytest.mark.slow
 def test_a_decomposed_checkpoint_is_where_a_sharded_run_starts(tmp_path):
     alone(tmp_path / "cut", "ctdr.rank=0.4", "ctdr.policy=keep", "trainer.max_epochs=1")
     two(tmp_path, "on", *SHARDED, *TRAINED, f"init_from={tmp_path / 'cut' / 'checkpoints' / 'last.ckpt'}")
@@ -140,11 +142,13 @@ def test_layers_are_cut_before_they_are_sharded(tmp_path):
     assert len(factors) >= 3
 
 
+@pytest.mark.slow
 def test_a_recipe_with_recovery_runs_sharded(tmp_path):
     digits = ["experiment=digits", *SHARDED, "trainer.max_epochs=1", "ctdr.policy=keep"]
     assert "test/acc" in two(tmp_path, "recovered", *digits)
 
 
+@pytest.mark.slow
 def test_the_parts_that_each_process_wrote_are_evaluated_too(trained, tmp_path):
     two(tmp_path, "parts", *SHARDED, *TRAINED, "trainer.strategy.save_distributed_checkpoint=true")
     written = tmp_path / "parts" / "checkpoints" / "last.ckpt"

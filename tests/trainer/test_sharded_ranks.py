@@ -151,7 +151,7 @@ def check_resumed(folder, distributed):
     assert parts.same(through.losses[n_steps:], followed.losses)
 
 
-@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_sharded_run_is_resumed_to_the_bit(tmp_path, distributed):
     assert forks.run(check_resumed, tmp_path, distributed, ranks=2) == [0, 0]
 
@@ -165,7 +165,7 @@ def save(folder, distributed):
         torch.save(weights, folder / "weights.pt")
 
 
-@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_sharded_runs_checkpoint_is_restored_and_merged_in_one_process(tmp_path, distributed):
     assert forks.run(save, tmp_path, distributed, ranks=2) == [0, 0]
     module = restore(Sharded(), tmp_path / "last.ckpt")
@@ -198,7 +198,7 @@ def follow_alone(folder):
     assert factorized_names(module) == set(callback.run.surgeon.choices.factorized)
 
 
-@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_another_number_of_processes_goes_on(tmp_path, distributed):
     assert forks.run(save, tmp_path, distributed, ranks=2) == [0, 0]
     assert forks.run(follow_alone, tmp_path) == [0]

@@ -119,6 +119,6 @@ def check_resumed(folder, distributed):
     assert parts.same(through.losses[len(through.losses) // 3 :], again.losses)
 
 
-@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_recovery_goes_on_where_it_was(tmp_path, distributed):
     assert forks.run(check_resumed, tmp_path, distributed, ranks=2) == [0, 0]
