@@ -3,6 +3,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,12 @@ def net():
     for _ in range(6):
         layers += [nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()]
     return nn.Sequential(*layers)
+
+
+def pooled():
+    """Outputs of ReLU that a pooling reads, which take a bit or a byte an element."""
+    layers = [(nn.Conv2d(a, b, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)) for a, b in pairwise([3, 16, 32, 64])]
+    return nn.Sequential(*(layer for block in layers for layer in block))
 
 
 class Lit(LightningModule):
@@ -194,6 +201,16 @@ def test_models_of_libraries(tmp_path, model, capsys):
     bias = "fc.bias" if "resnet" in model else "classifier.bias"
     assert bias.removesuffix(".bias") in capsys.readouterr().out
     assert build_model(model.format(path)).state_dict()[bias].shape == (7,)
+
+
+def test_a_policy_that_is_about_codecs_brings_them(tmp_path):
+    peaks = []
+    for named in ([], ["--codecs", "exact"], ["--codecs", "none"]):
+        path = tmp_path / "plan.json"
+        pooled = ["plan", f"{__name__}:pooled", "--input", "8,3,64,64", "--policy", "gist"]
+        main([*pooled, *named, "--save", str(path)])
+        peaks.append(Plan.from_json(path).peak_bytes)
+    assert peaks[0] == peaks[1] < peaks[2]
 
 
 def test_a_plan_is_explained_by_layer(tmp_path, capsys):

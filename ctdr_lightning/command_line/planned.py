@@ -30,7 +30,7 @@ from ctdr_lightning.memory.codecs import CODECS
 from ctdr_lightning.memory.helpful_places import place_that_fits
 from ctdr_lightning.memory.holders.base import HOLDERS
 from ctdr_lightning.memory.holders.optimizer_bytes import OPTIMIZERS, optimizer_of, predict
-from ctdr_lightning.memory.holders.places import Places
+from ctdr_lightning.memory.holders.places import Places, codecs_of
 from ctdr_lightning.memory.lean.choice import choose_lean
 from ctdr_lightning.memory.lean.lean_step import LeanStep
 from ctdr_lightning.memory.planner import resolve_budget
@@ -59,7 +59,7 @@ def _plan(options: argparse.Namespace) -> None:
     _check_budget(options)
     asked = options.budget or options.policy or options.save or options.html
     options.policy = options.policy or ("auto" if options.budget else "sqrt")
-    codecs = options.codecs or (["auto"] if options.budget and options.policy == "auto" else [])
+    codecs = options.codecs or codecs_of(options.policy, budgeted=bool(options.budget))
     places = Places.read(options.offload, options.disk_folder, None if codecs == ["none"] else codecs)
     options.places = places.on("cuda") if (options.device or "").lower() in DEVICES else places
     step = _step(options)
@@ -251,7 +251,9 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--offload", nargs="+", help=f"places for tensors: {', '.join(HOLDERS)}")
     parser.add_argument("--disk-folder", help="folder of the disk's file")
     parser.add_argument(
-        "--codecs", nargs="+", help=f"auto (with a budget), exact, none, or some of {', '.join(CODECS)}"
+        "--codecs",
+        nargs="+",
+        help=f"exact, none, auto or the policy's own by default, or some of {', '.join(CODECS)}",
     )
     parser.add_argument("--sub-batches", metavar="N", help="parts that the batch runs in; auto: the fewest that fit")
     parser.add_argument("--html", help="file for a page on the plan: memory over the step, layers, tensors")

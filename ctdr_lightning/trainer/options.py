@@ -14,13 +14,11 @@ from ctdr_lightning.decomposition import Choices
 from ctdr_lightning.decomposition.choose.rank import RANK_RULES, RankSpec
 from ctdr_lightning.joint.metric import name_of
 from ctdr_lightning.memory import POLICIES
-from ctdr_lightning.memory.holders.places import Places
+from ctdr_lightning.memory.holders.places import Places, codecs_of
 from ctdr_lightning.recovery.schedule import Recovery, read_yaml
 from ctdr_lightning.trainer.groups import Memory, Ranks, grouped
 
 AUTO, IF_NEEDED = "auto", "if_needed"
-# Published systems that are about codecs: who chooses one asks for its exact ones.
-_CODECS_OF = {"cdma": "zvc", "cswap": "zvc", "gist": "exact"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,8 +124,8 @@ class CallbackOptions(Ranks, Memory):
         # a folder may be given for the optimizer's state alone; `Places` refuses one without saved tensors in it
         for_state_alone = self.optimizer_state == "disk" and "disk" not in (self.offload or ())
         folder = None if for_state_alone else self.disk_folder
-        for_a_budget = self.memory_budget is not None and self.policy == "auto"
-        codecs = _CODECS_OF.get(self.policy) if self.codecs == "auto" and not for_a_budget else self.codecs
+        own = codecs_of(self.policy, budgeted=self.memory_budget is not None)
+        codecs = own if self.codecs == "auto" else self.codecs
         return Places.read(self.offload, folder, codecs)
 
     @property

@@ -21,6 +21,7 @@ _HOST_BYTES_PER_S = {7: 12e9, 8: 24e9, 9: 50e9, 10: 50e9, 12: 50e9}  # by the co
 _NVME = Link("disk", 2e9, 3e9, latency_s=1e-4, granule=4096)  # one NVMe drive, sustained
 # A codec of a few elementwise passes reads and writes about six times its input.
 _PASSES = 6
+_CODECS_OF = {"cdma": "zvc", "cswap": "zvc", "gist": "exact"}
 
 
 def _table_cost(name: str, device: DeviceModel) -> CodecCost:
@@ -41,6 +42,16 @@ def _names(argument: str, given: str | Sequence[str] | None, known: Sequence[str
         if name not in known:
             raise ConfigError(f"{argument}={name!r} is not known.", f"Valid names: {', '.join(known)}.")
     return tuple(dict.fromkeys(names))
+
+
+def codecs_of(policy: str, *, budgeted: bool) -> str | None:
+    """The codecs of a plan for which the user names none.
+
+    Args:
+        policy: The policy's name. Published systems that are about codecs take their exact ones.
+        budgeted: Whether there is a budget.
+    """
+    return "auto" if budgeted and policy == "auto" else _CODECS_OF.get(policy)
 
 
 @dataclass(frozen=True)
