@@ -11,7 +11,6 @@ from ctdr_lightning.recovery.batchnorm import tracked
 from ctdr_lightning.trainer.structure import factorized_names
 from tests import forks, parts
 from tests.trainer.test_sharded_ranks import BY_WEIGHTS, Sharded, on_all_ranks, ours, run, sharded, whole
-from tests.trainer.test_tensor_parallel import other_ops
 
 PHASES = [{"epochs": 1, "train": "factors", "lr_scale": 0.5, "warmup_epochs": 1}, {"epochs": 1}]
 
@@ -82,7 +81,7 @@ def steps_after_a_validation_are_the_planned_ones():
     run(plain, max_epochs=3)
     run(planned, callback, max_epochs=3)
     assert parts.same(plain.losses, planned.losses)
-    assert not other_ops(callback.run.memory.session.events)
+    assert not parts.other_ops(callback.run.memory.session.events)
 
 
 def under_a_plan():

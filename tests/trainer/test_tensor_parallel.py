@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from ctdr_lightning import CTDRCallback
-from ctdr_lightning.memory.guide.events import Differed
 from tests import forks, parts
 
 STEPS = 6
@@ -59,17 +58,12 @@ def shards(module):
     return [p.to_local() if isinstance(p, DTensor) else p.detach() for p in module.parameters()]
 
 
-def other_ops(events):
-    """Steps whose ops were not the planned ones; a thread of gloo's may free a buffer late, so that peaks differ."""
-    return [event for event in events if isinstance(event, Differed) and not event.where.startswith("the batch took")]
-
-
 def check_budgets(share):
     plain, whole = run(memory_budget=2**30)
     module, session = run(memory_budget=int(share * whole.plan.peak_bytes))
     assert session.plan.peak_bytes <= share * whole.plan.peak_bytes
     assert session.plan.actions
-    assert not other_ops(session.events)
+    assert not parts.other_ops(session.events)
     assert parts.same(plain.losses, module.losses)
     assert parts.same(shards(plain), shards(module))
 
