@@ -21,7 +21,7 @@ from ctdr_lightning.trainer.training_step.events import GradientsFreed, RestGrew
 from ctdr_lightning.trainer.training_step.optimizer.resident import local_bytes, state_bytes
 from tests import forks, parts
 
-STEPS, SETTLED = 7, 4  # the first steps are recorded, once more after the choice of units, and watched
+STEPS, SETTLED = 10, 4  # the first steps are recorded, once more after the choice of units, and watched
 
 
 class Gpt(LightningModule):
