@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from ctdr_lightning.basics.duplicate import duplicate
 from ctdr_lightning.basics.errors import CheckpointError, ConfigError
 from ctdr_lightning.basics.units import GIB
+from ctdr_lightning.memory.values.tensors import own_part
 from ctdr_lightning.recovery.schedule import Distillation
 
 
@@ -44,7 +46,7 @@ class Teacher:
     @property
     def n_bytes(self) -> int:
         """Bytes of its parameters and buffers; of sharded ones, those of this process."""
-        return sum(_local(t).nbytes for t in (*self.net.parameters(), *self.net.buffers()))
+        return sum(own_part(t).nbytes for t in (*self.net.parameters(), *self.net.buffers()))
 
     def logs(self) -> dict[str, float | Tensor]:
         """Cost and loss of the teacher, for the loggers."""
@@ -143,12 +145,8 @@ def _part(model: nn.Module, name: str) -> nn.Module:
         raise ConfigError(f"distill.module={name!r} is not in the model.", f"Children: {close}.") from None
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _logits(output: Any) -> Tensor:

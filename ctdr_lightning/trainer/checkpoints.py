@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from ctdr_lightning.basics import files
 from ctdr_lightning.basics.errors import CheckpointError
-from ctdr_lightning.decomposition.layers.from_checkpoint import NOTE
+from ctdr_lightning.decomposition.layers.from_checkpoint import NOTE, unreadable
 from ctdr_lightning.decomposition.layers.saved_shards import read_folder, read_rest
 from ctdr_lightning.trainer.strategies import is_sharded
 
@@ -54,7 +54,7 @@ class CompleteFileIO(TorchCheckpointIO):
         except FileNotFoundError as error:
             raise CheckpointError(f"checkpoint {str(path)!r} does not exist.", "Check the path.") from error
         except Exception as error:  # torch.load raises whatever the damaged bytes lead to
-            raise _unreadable(path, error) from error
+            raise unreadable(path, error) from error
         for name in ("callbacks", "state_dict"):  # Lightning looks into these before any callback is asked
             if not isinstance(found, Mapping) or not isinstance(found.get(name, {}), Mapping):
                 kind = type(found[name] if isinstance(found, Mapping) else found).__name__
@@ -83,15 +83,7 @@ def read_entries(path: str | Path) -> Any:
     try:
         return read_rest(Path(path))
     except Exception as error:  # torch.load raises whatever the damaged bytes lead to
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: str | Path, error: Exception) -> CheckpointError:
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return CheckpointError(
-        f"checkpoint {str(path)!r} cannot be read: {first}",
-        "It is truncated, corrupt, or holds more than tensors and primitives.",
-    )
+        raise unreadable(path, error) from error
 
 
 def _is_local(path: str | Path) -> bool:

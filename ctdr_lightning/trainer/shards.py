@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -173,8 +172,7 @@ def show_shards(module: nn.Module) -> None:
     Args:
         module: Between two steps.
     """
-    units: Iterator[Any] = filter(is_fsdp_unit, module.modules())
-    for unit in units:
+    for unit in _units(module):
         unit.reshard()
 
 
@@ -188,6 +186,23 @@ def shard(copy: LightningModule, like: LightningModule) -> LightningModule:
     copy.trainer = like.trainer
     copy.configure_model()
     return copy
+
+
+def shard_to_listen(teacher: LightningModule, like: LightningModule) -> None:
+    """Shard a model that only runs forwards, so that between two of them it holds shards alone.
+
+    Args:
+        teacher: As the copy of `shard`.
+        like: As of `shard`.
+    """
+    shard(teacher, like).to(like.device)  # `fully_shard` moves no buffers
+    for unit in _units(teacher):
+        unit.set_reshard_after_forward(True)  # by default the outermost one awaits its backward with gathered weights
+
+
+def _units(module: nn.Module) -> list[Any]:
+    """The FSDP2 units; FSDP1 has no such calls."""
+    return [part for part in module.modules() if is_fsdp_unit(part) and hasattr(part, "reshard")]
 
 
 def _tensors(module: nn.Module) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def shard(net: nn.Module, mesh: DeviceMesh) -> None:
     """
     if isinstance(net, FSDPModule):
         return
-    _check_same(net, mesh)
+    _check_equal_weights(net, mesh)
     for unit in (*units(net), net):
         fully_shard(unit, mesh=mesh)
 
@@ -150,7 +150,7 @@ def _uses(module: nn.Module) -> Counter[int]:
     return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
 
 
-def _check_same(net: nn.Module, mesh: DeviceMesh) -> None:
+def _check_equal_weights(net: nn.Module, mesh: DeviceMesh) -> None:
     weights = [parameter.detach() for parameter in net.parameters() if not parameter.is_meta]
     sums = [sum(float(function(weight)) for weight in weights) for function in (torch.numel, torch.sum, torch.norm)]
     least = torch.tensor(sums, dtype=torch.float64, device=mesh.device_type)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from torch.utils.data import DataLoader, TensorDataset
 
 from ctdr_lightning import CTDRCallback
@@ -136,6 +137,25 @@ def proposals():
 
     with patch.object(unit_weights, "choose_staying", noting):
         yield found
+
+
+class Checkpointed(Gpt):
+    """Each unit's forward runs once more in the backward, where FSDP2 leaves its weights gathered."""
+
+    def forward(self, x):
+        x = self.tokens(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+def check_checkpointed():
+    with set_checkpoint_early_stop(False):  # else it ends before the unit's forward does
+        check_same(Checkpointed, HUGE, 1.0)
+
+
+def test_units_that_run_again_in_the_backward_train_as_before():
+    assert forks.run(check_checkpointed, ranks=2, timeout_s=200) == [0, 0]
 
 
 def check_smallest():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed.tensor import DTensor
 
 from ctdr_lightning import decompose
 from ctdr_lightning.recovery.batchnorm import tracked
@@ -72,6 +73,7 @@ def learns_from_a_sharded_teacher():
     assert parts.same(host.losses, device.losses)
     assert parts.same(whole(host), whole(device))
     teacher = callback.run.coach.teacher
+    assert all(isinstance(parameter, DTensor) for parameter in teacher.net.parameters())  # between two steps
     assert teacher.n_bytes < 0.6 * sum(tensor.nbytes for tensor in teacher.state_dict().values())
 
 
@@ -88,8 +90,10 @@ def under_a_plan():
     kept, planned = sharded(), sharded()
     run(kept, cut(distill={"module": "net", "keep": "device"}))
     recovery = {"batchnorm_batches": 4, "distill": {"module": "net", "keep": "device"}}
-    run(planned, ours(rank=0.5, ranks=BY_WEIGHTS, recovery=recovery, policy="sqrt"))
+    callback = ours(rank=0.5, ranks=BY_WEIGHTS, recovery=recovery, policy="sqrt")
+    run(planned, callback)
     assert parts.same(kept.losses, planned.losses)
+    assert not parts.other_ops(callback.run.memory.session.events)
 
 
 CHECKS = {

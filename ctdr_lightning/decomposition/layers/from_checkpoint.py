@@ -153,11 +153,21 @@ def _read(path: str | Path) -> Any:
     except Exception as error:  # torch.load raises whatever the damaged bytes lead to
         if not Path(path).exists():
             raise CheckpointError(f"checkpoint {str(path)!r} does not exist.", "Check the path.") from None
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(
-            f"checkpoint {str(path)!r} cannot be read: {first}",
-            "It is truncated, corrupt, or holds more than tensors and primitives.",
-        ) from error
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: str | Path, error: Exception) -> CheckpointError:
+    """The error for a checkpoint that torch could not read.
+
+    Args:
+        path: The checkpoint.
+        error: That of torch.
+    """
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return CheckpointError(
+        f"checkpoint {str(path)!r} cannot be read: {first}",
+        "It is truncated, corrupt, or holds more than tensors and primitives.",
+    )
 
 
 def _check_version(checkpoint: Any) -> None:

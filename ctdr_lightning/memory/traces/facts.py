@@ -99,6 +99,11 @@ def _backward_readers(trace: Trace) -> list[set[str]]:
     return found
 
 
+def _is_awaited(op_name: str) -> bool:
+    """Whether an op returns before its result is there: a functional collective, until `wait_tensor` has run."""
+    return op_name.startswith("_c10d_functional.") and not op_name.startswith("_c10d_functional.wait_tensor.")
+
+
 def _facts(trace: Trace, value: int, readers: set[str], zeros: bool) -> Facts:
     record = trace.values[value]
     item_bytes = ITEM_BYTES.get(record.dtype, 0)
@@ -113,6 +118,7 @@ def _facts(trace: Trace, value: int, readers: set[str], zeros: bool) -> Facts:
         and not trace.ops[record.op].backward
         and record.overwritten_at >= until
         and not record.pin.startswith(_UNMOVABLE)
+        and not _is_awaited(trace.ops[record.op].name)
     )
     kinds = _kinds(trace, value, readers, zeros) if movable else frozenset()
     return Facts(movable, kinds, record.zeros, n_elements, item_bytes)

@@ -29,7 +29,7 @@ from ctdr_lightning.recovery.transaction import PutBack, all_or_nothing, layers_
 from ctdr_lightning.trainer.accuracy import optimizers, rehearsal
 from ctdr_lightning.trainer.accuracy.batchnorm_pass import Estimator
 from ctdr_lightning.trainer.accuracy.validation import logged_metric, measure
-from ctdr_lightning.trainer.shards import ShardedCopies, shard, show_shards
+from ctdr_lightning.trainer.shards import ShardedCopies, shard_to_listen, show_shards
 from ctdr_lightning.trainer.strategies import rewrap, unwrap
 from ctdr_lightning.trainer.structure import match_structure
 from ctdr_lightning.trainer.surgeon import Surgeon
@@ -116,7 +116,7 @@ class Coach:
         """Measure and re-estimate after the first cut, in a fresh run; take up the phase, in a resumed one."""
         fresh = self.progress.entered_epoch < 0
         if self._whole_teacher is not None:  # a checkpoint's weights have been loaded into it by now
-            shard(self._whole_teacher, module).to(module.device)  # `fully_shard` moves no buffers
+            shard_to_listen(self._whole_teacher, module)
             self._whole_teacher = None
         self._check_schedule(trainer)
         if isinstance(self.recovery.reference, int | float):

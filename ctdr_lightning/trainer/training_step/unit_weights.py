@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from ctdr_lightning.basics.torch_private import graph_task_id
 from ctdr_lightning.basics.units import format_bytes, format_seconds
 from ctdr_lightning.memory.account.batch import BatchAccount
 from ctdr_lightning.memory.account.gathers import StayingUnits, choose_staying, exposed_s
@@ -61,6 +62,8 @@ class UnitWeights:
     def _freeing(self, name: str, meshes: list[Any]) -> Any:
         def free(unit: Any, args: Any, output: Any) -> None:
             """FSDP2 has done with the unit what its user asked for: note it, and free what is still there."""
+            if graph_task_id() != -1:
+                return  # a checkpoint runs the forward again for the unit's backward, which needs the weights
             found = _meshes(unit)
             if None in found:
                 self._own[name] = False

@@ -1,5 +1,7 @@
 """Facts follow from op, dtype and shape."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -80,6 +82,20 @@ def test_views_inputs_and_what_is_overwritten_cannot_be_moved():
             assert not facts.movable
         until = max((s.released for s in entry.saves), default=-1)
         assert not (facts.movable and entry.overwritten_at < until)
+
+
+def test_the_result_of_a_collective_cannot_be_moved_before_it_is_there():
+    trace = record(lambda: (torch.randn(4, 4, requires_grad=True) * 2).exp().sum())
+    made = next(i for i, op in enumerate(trace.ops) if op.name == "aten.exp.default")
+    (value,) = trace.ops[made].outputs
+
+    def movable(name):
+        ops = [replace(op, name=name) if i == made else op for i, op in enumerate(trace.ops)]
+        return facts_of(replace(trace, ops=tuple(ops)))[value].movable
+
+    assert movable("aten.exp.default")
+    assert movable("_c10d_functional.wait_tensor.default")
+    assert not movable("_c10d_functional.all_reduce.default")
 
 
 def test_the_machine_round_trips_with_the_trace():
