@@ -29,6 +29,7 @@ from ctdr_lightning.trainer.training_step.bytes_beside import BytesBeside
 from ctdr_lightning.trainer.training_step.device import allocated_peak_bytes, tensors_of
 from ctdr_lightning.trainer.training_step.optimizer.resident import local_bytes
 from ctdr_lightning.trainer.training_step.planning import BatchPlanner
+from ctdr_lightning.trainer.training_step.surprises import freed_late
 from ctdr_lightning.trainer.training_step.unit_weights import UnitWeights
 
 # Each retry has a fifth less than the last: in the slow tests under a hard cap one retry is enough.
@@ -375,7 +376,8 @@ class MemoryStage:
         # of sub-batches, of the last one alone; the last step's gradients may stay through the forward where they fit
         forward = session.plan.forward_peak_bytes + self._stale_bytes
         predicted = max(least, session.plan.peak_bytes, forward, self.rest_peak_bytes)
-        said = surprises.judge(measured.peak_bytes, predicted) if session.guided else ""
+        late = freed_late(session.plan.trace)
+        said = surprises.judge(measured.peak_bytes, predicted, late) if session.guided else ""
         if surprises.counted_bytes != before:
             self._set_static([])
         if said:

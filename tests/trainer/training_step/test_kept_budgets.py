@@ -149,6 +149,7 @@ def test_a_batch_above_its_prediction_is_an_event_a_warning_and_a_new_plan():
 def test_what_a_fresh_recording_does_not_explain_is_counted():
     surprises = Surprises()
     assert not surprises.judge(2**20 + 2**14, 2**20)
+    assert not surprises.judge(2**21, 2**20, 2**20), "a thread of the process group's may still hold these"
     with pytest.warns(UserWarning, match=r"took 2\.0 MiB, its plan says 1\.0 MiB"):
         assert surprises.judge(2**21, 2**20)
     assert surprises.counted_bytes == 0, "the step is recorded first"
