@@ -6,6 +6,7 @@ Classes are distinguished by name, so that ``pytorch_lightning`` and ``lightning
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
@@ -22,11 +23,16 @@ _TESTED = ("SingleDeviceStrategy", "DDPStrategy")
 _SHARDED = "ModelParallelStrategy"
 _SPAWNS = "_MultiProcessingLauncher"
 _REFUSED = {
-    "DeepSpeedStrategy": "DeepSpeed builds its engine around the first set of parameters",
+    "DeepSpeedStrategy": "Lightning's DeepSpeedStrategy runs on CUDA devices alone, so nothing could be tested",
     "FSDPStrategy": "FSDP1 flattens parameters before the callback can plan; it cannot be tested without GPUs",
     "XLAFSDPStrategy": "XLA compiles the step, so that no tensor can be dropped from outside",
     "XLAStrategy": "XLA compiles the step, so that no tensor can be dropped from outside",
     "SingleDeviceXLAStrategy": "XLA compiles the step, so that no tensor can be dropped from outside",
+}  # fmt: skip
+_INSTEAD = {
+    "DeepSpeedStrategy": "Use ModelParallelStrategy, and in configure_model fully_shard(unit, ...), which frees "
+    "weights as ZeRO stage 3 does; fully_shard(unit, reshard_after_forward=False, ...) keeps them, as stage 2 does",
+    "FSDPStrategy": "Use ModelParallelStrategy, and fully_shard in configure_model",
 }  # fmt: skip
 _PRUNES = "ModelPruning"
 _BEFORE = ("WeightAveraging", "StochasticWeightAveraging")
@@ -107,10 +113,15 @@ def check_strategy(strategy: Any, *, cuts: bool, chooses: bool, allow_untested: 
     if not allow_untested:
         raise ConfigError(
             f"strategy {names[0]} is not supported: {reason}.",
-            "Use a single device, ddp, or ModelParallelStrategy; memory=Memory(allow_untested=True) tries it anyway.",
+            f"{_instead_of(names)}; memory=Memory(allow_untested=True) tries {names[0]} anyway.",
         )
     rank_zero_warn(f"CTDR is not tested with {names[0]}: {reason}. You asked for it by allow_untested=True.")
     return None
+
+
+def _instead_of(names: Sequence[str]) -> str:
+    found = next((said for name, said in _INSTEAD.items() if name in names), None)
+    return found or "Use a single device, ddp, or ModelParallelStrategy"
 
 
 def check_device(device: torch.device, *, plans: bool, allow_untested: bool) -> None:

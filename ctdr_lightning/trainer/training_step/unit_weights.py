@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.torch_private import graph_task_id
 from ctdr_lightning.basics.units import format_bytes, format_seconds
 from ctdr_lightning.memory.account.batch import BatchAccount
@@ -50,7 +51,16 @@ class UnitWeights:
             trainer: In training.
             module: The model.
             seconds: Of a gather, by the unit's path; other units are left alone.
+
+        Raises:
+            ConfigError: Where one process has FSDP2 units: weights are copied there, which is not seen as a gather.
         """
+        if seconds and trainer.world_size == 1:
+            raise ConfigError(
+                "memory_budget is given for fully_shard in one process, where FSDP2 copies weights instead of "
+                "gathering them: plans do not know when such a weight is away.",
+                "Call fully_shard only where self.trainer.world_size > 1, or leave memory_budget out.",
+            )
         if not (is_sharded(trainer.strategy) and module.automatic_optimization and trainer.world_size > 1):
             return
         found = {name: unit for name, unit in _units_to_choose(module).items() if name in seconds}
