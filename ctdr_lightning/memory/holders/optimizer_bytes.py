@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.memory.holders.disk import STAGING_BYTES
-from ctdr_lightning.memory.holders.optimizer_state import check_movable, chunks_of, state_away_of
+from ctdr_lightning.memory.holders.optimizer_state import StateAway, check_movable, chunks_of, state_away_of
 from ctdr_lightning.memory.traces.optimizer import NO_OPTIMIZER, OptimizerBytes
 from ctdr_lightning.memory.values.live_bytes import PeakMeter
 from ctdr_lightning.memory.values.tensors import own_part
@@ -141,8 +141,7 @@ def _take(optimizer: Optimizer, n_steps: float, settings: dict[str, bool], *, in
         return _take_lbfgs(optimizer, n_steps)
     away = state_away_of(optimizer)
     if away is not None:
-        waiting = away.waiting_bytes(_state_of(optimizer) if away.stays_here else ())
-        return OptimizerBytes(*_measure_away(optimizer, settings, waiting))
+        return OptimizerBytes(*_measure_away(optimizer, settings, away.waiting_bytes(_state_of(optimizer, away))))
     state, temporary = _measure(optimizer, settings)
     return OptimizerBytes(state, _measure_alone(optimizer, settings) if inside else temporary)
 
@@ -174,9 +173,13 @@ def _measure_away(optimizer: Optimizer, settings: dict[str, bool], device_bytes:
     """The same where the state waits elsewhere: two chunks of it are a part of the step."""
     away = state_away_of(optimizer)
     chunks = chunks_of(optimizer) if away is None else away.chunks()
-    largest = max((params for _, params in chunks), key=lambda params: sum(p.nbytes for p in params), default=[])
+    largest = max((params for _, params in chunks), key=_own_bytes, default=[])
     state, temporary = _measure(optimizer, settings, set(largest))
     return device_bytes, 2 * state + temporary
+
+
+def _own_bytes(params: Iterable[Tensor]) -> int:
+    return sum(own_part(param).nbytes for param in params)
 
 
 def _measure(optimizer: Optimizer, settings: dict[str, bool], only: set[Tensor] | None = None) -> tuple[int, int]:
@@ -197,13 +200,14 @@ def _measure(optimizer: Optimizer, settings: dict[str, bool], only: set[Tensor] 
     return state, max(0, *peaks)
 
 
-def _state_of(optimizer: Optimizer) -> list[Tensor]:
-    """The optimizer's future state, on ``meta``."""
-    twin = _twin(optimizer, {"foreach": False, "fused": False})
-    for param in (p for group in twin.param_groups for p in group["params"]):
-        param.grad = torch.empty_like(param)
-    twin.step()
-    return [v for state in twin.state.values() for v in state.values() if isinstance(v, Tensor)]
+def _state_of(optimizer: Optimizer, away: StateAway) -> Iterator[Tensor]:
+    """The optimizer's future state, on ``meta``, a chunk at a time."""
+    for _, params in away.chunks():
+        twin = _twin(optimizer, {"foreach": False, "fused": False}, set(params))
+        for param in (p for group in twin.param_groups for p in group["params"]):
+            param.grad = torch.empty_like(param)
+        twin.step()
+        yield from (v for state in twin.state.values() for v in state.values() if isinstance(v, Tensor))
 
 
 def _twin(optimizer: Optimizer, settings: dict[str, bool], only: set[Tensor] | None = None) -> Any:

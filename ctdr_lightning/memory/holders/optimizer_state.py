@@ -8,7 +8,7 @@ Reproduced: the optimizer's state is in host memory or on a disk; the next chunk
 Modelled: nothing; the step runs unchanged, with the same results to the bit.
 Left out: gradients and weights stay on the device, and the update runs there rather than on the host, so that any
     optimizer of ``torch.optim`` may be used that updates its parameters one by one; the delayed update, which changes
-    results; partitions over ranks.
+    results; partitions of its own: where parameters are sharded, each process moves the state of its own shards.
 
 Memory: the state of two chunks. Time: the state's bytes over the link twice a step, where the update does not hide it.
 """
@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from math import prod
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,6 +32,7 @@ from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.torch_private import mark_stepped, replaces_scheduled_step
 from ctdr_lightning.memory.holders.base import Holder, Parcel
 from ctdr_lightning.memory.holders.eight_bits import EightBits, SmallParcel, eight_bit_bytes
+from ctdr_lightning.memory.values.tensors import own_part
 
 # Parameters of a chunk. Adam's state of 16 MiB of parameters is 32 MiB, and two chunks are there at once. On a disk
 # 4 MiB took 12 % longer where tried, as transfers are short, and 64 MiB 20 %, as less of them is hidden.
@@ -54,21 +57,44 @@ def chunks_of(optimizer: Optimizer, chunk_bytes: int | None = None) -> Iterator[
     Args:
         optimizer: It is not changed.
         chunk_bytes: Parameters of a chunk, in bytes; a larger one is a chunk of its own. None takes a sixteenth of all,
-            and 16 MiB at most.
+            and 16 MiB at most. Of sharded parameters one shard counts.
     """
-    total = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
+    total = sum(_shard_bytes(p) for group in optimizer.param_groups for p in group["params"])
     most = min(CHUNK_BYTES, int(CHUNK_SHARE * total)) if chunk_bytes is None else chunk_bytes
     for index, group in enumerate(optimizer.param_groups):
         chunk: list[Tensor] = []
         filled_bytes = 0
         for param in group["params"]:
-            if chunk and filled_bytes + param.nbytes > most:
+            n_bytes = _shard_bytes(param)
+            if chunk and filled_bytes + n_bytes > most:
                 yield index, chunk
                 chunk, filled_bytes = [], 0
             chunk.append(param)
-            filled_bytes += param.nbytes
+            filled_bytes += n_bytes
         if chunk:
             yield index, chunk
+
+
+def _shard_bytes(param: Tensor) -> int:
+    """Bytes of one shard, the same number on every process: some updates are collective, so chunks must agree."""
+    if not isinstance(param, DTensor):
+        return param.nbytes
+    whole = (placement.is_replicate() or placement.is_partial() for placement in param.placements)
+    n_shards = prod(param.device_mesh.size(dim) for dim, is_whole in enumerate(whole) if not is_whole)
+    return -(-param.nbytes // n_shards)
+
+
+def _form_of(tensor: Tensor) -> Callable[[Tensor], Tensor]:
+    """Gives flat contents the strides of a tensor, and makes them a shard if the tensor is one."""
+    own = own_part(tensor)
+    shape, stride = own.shape, own.stride()
+    if not isinstance(tensor, DTensor):
+        return lambda flat: flat.as_strided(shape, stride)
+    shard = partial(
+        DTensor.from_local, device_mesh=tensor.device_mesh, placements=tensor.placements, run_check=False,
+        shape=tensor.shape, stride=tensor.stride(),
+    )  # fmt: skip
+    return lambda flat: shard(flat.as_strided(shape, stride))
 
 
 class _Moved:
@@ -76,15 +102,15 @@ class _Moved:
 
     def __init__(self, holder: Holder, states: dict[Tensor, dict[str, Tensor]]) -> None:
         self.params = tuple(states)
-        self._kinds = [(p, name, t.shape, t.stride()) for p, state in states.items() for name, t in state.items()]
-        tensors = [t for state in states.values() for t in state.values()]
+        self._kinds = [(p, name, _form_of(t)) for p, state in states.items() for name, t in state.items()]
+        tensors = [own_part(t) for state in states.values() for t in state.values()]
         self.n_bytes = sum(t.nbytes for t in tensors)
         self.parcel: Parcel = holder.put([t.as_strided((t.numel(),), (1,)) for t in tensors])
 
     def fetch(self) -> dict[Tensor, dict[str, Tensor]]:
         found: dict[Tensor, dict[str, Tensor]] = {param: {} for param in self.params}
-        for (param, name, shape, stride), flat in zip(self._kinds, self.parcel.fetch(), strict=True):
-            found[param][name] = flat.as_strided(shape, stride)
+        for (param, name, form), flat in zip(self._kinds, self.parcel.fetch(), strict=True):
+            found[param][name] = form(flat)
         return found
 
 
@@ -100,7 +126,7 @@ class StateAway:
         chunk_bytes: Parameters that are updated at once, in bytes; see :func:`chunks_of`.
 
     Raises:
-        ConfigError: If the optimizer is not of ``torch.optim``, needs all parameters at once, or keeps shards.
+        ConfigError: If the optimizer is not of ``torch.optim``, or needs all parameters at once.
 
     Example:
         >>> from ctdr_lightning.memory.holders import HolderOptions, Holders
@@ -154,8 +180,8 @@ class StateAway:
         Args:
             state: Tensors of its sizes; their contents do not matter.
         """
-        small = (eight_bit_bytes(tensor) for tensor in state if _can_move(tensor))
-        return self.device_bytes + (sum(small) if self.stays_here else 0)
+        waits = eight_bit_bytes if self.stays_here else lambda _: 0
+        return self.device_bytes + sum(waits(tensor) if _can_move(tensor) else tensor.nbytes for tensor in state)
 
     @property
     def stays_here(self) -> bool:
@@ -253,7 +279,8 @@ class StateAway:
         moved = self._moved.get(param)
         for each, state in moved.fetch().items() if moved is not None else ():
             del self._moved[each]
-            self._optimizer.state[each].update({name: t.to(device) for name, t in state.items()})
+            there = state if device is None else {name: t.to(device) for name, t in state.items()}
+            self._optimizer.state[each].update(there)
 
     def _reload(self) -> None:
         """Replace the state that waits elsewhere by the loaded one."""
@@ -273,6 +300,7 @@ class StateAway:
 
 
 def _can_move(tensor: Tensor) -> bool:
+    tensor = own_part(tensor)
     plain = type(tensor) is Tensor and tensor.layout is torch.strided
     return plain and tensor.untyped_storage().nbytes() == tensor.nbytes >= LEAST_BYTES
 
@@ -287,16 +315,11 @@ def check_movable(optimizer: Optimizer) -> None:
     """Refuse an optimizer whose state cannot wait elsewhere.
 
     Raises:
-        ConfigError: If it is not of ``torch.optim``, needs all parameters at once, or keeps shards.
+        ConfigError: If it is not of ``torch.optim``, or needs all parameters at once.
     """
     if not updates_one_by_one(optimizer):
         raise ConfigError(
             f"The state of {type(optimizer).__name__} cannot wait elsewhere: it is not known to update its parameters "
             "one by one.",
             "Use an optimizer of torch.optim other than LBFGS, or leave optimizer_state out.",
-        )
-    if any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
-        raise ConfigError(
-            "An optimizer over shards keeps its state where the shards are.",
-            "Use FSDP's own offload: ModelParallelStrategy with a CPUOffloadPolicy; or leave optimizer_state out.",
         )

@@ -21,8 +21,9 @@ from ctdr_lightning.memory.helpful_places import place_that_fits
 from ctdr_lightning.memory.holders.optimizer_bytes import elsewhere, leaner, predict
 from ctdr_lightning.memory.holders.optimizer_state import state_away_of
 from ctdr_lightning.memory.traces.optimizer import OptimizerBytes
+from ctdr_lightning.memory.values.tensors import own_part
 from ctdr_lightning.trainer.options import IF_NEEDED, CallbackOptions
-from ctdr_lightning.trainer.strategies import check_strategy
+from ctdr_lightning.trainer.strategies import check_strategy, is_sharded
 from ctdr_lightning.trainer.structure import factorized_names
 from ctdr_lightning.trainer.training_step.optimizer.in_backward import hindrance
 from ctdr_lightning.trainer.training_step.optimizer.resident import local_bytes
@@ -108,9 +109,11 @@ class Adviser:
 
     def _step_inside(self, least_bytes: int) -> Iterator[Change]:
         options = self.options
-        if options.optimizer_step is not None or options.optimizer_state is not None:
+        given = options.optimizer_step is not None or options.optimizer_state is not None
+        # gradients of an FSDP unit go together, which the account before a trial does not know
+        if given or is_sharded(self.trainer.strategy):
             return
-        sizes = [p.nbytes for p in self.module.parameters() if p.requires_grad]
+        sizes = [own_part(p).nbytes for p in self.module.parameters() if p.requires_grad]
         takes_less = least_bytes - sum(sizes) <= self.budget_bytes
         if not takes_less or hindrance(self.trainer, self.module, keeps_gradients=bool(options.keep_gradients)):
             return

@@ -146,6 +146,11 @@ class Updating(Layer):
     ) -> None:
         self._in_backward, self._session, self._begins = in_backward, session, begins
 
+    def forward(self, step: Step, rest: Chain) -> Any:
+        """Run; a step that is repeated begins again."""
+        self._in_backward.step_begins()
+        return rest.forward(step)
+
     def backward(self, loss: Tensor, rest: Backward) -> None:
         """Update each parameter as its gradient is ready."""
         unseen = self._session.unseen if self._session is not None else None

@@ -3,6 +3,9 @@
 LOMO's fusion of gradient and update (Lv et al., arXiv 2306.09782), for any optimizer of ``torch.optim`` that updates
 its parameters one by one. The optimizer's own ``step`` stays: it runs the backward as its closure and finds no gradient
 left, so that schedulers, hooks, counters and checkpoints are as ever.
+
+FSDP2 runs the hooks of a sharded parameter after its unit's reduce-scatter, so that the gradient is complete. The
+gradients of a unit share one storage, which goes with the last of them.
 """
 
 from __future__ import annotations
@@ -15,14 +18,18 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.memory.holders.optimizer_state import updates_one_by_one
+from ctdr_lightning.memory.tape.module_paths import is_fsdp_unit
 from ctdr_lightning.trainer.modules import has_compiled_step, overrides
-from ctdr_lightning.trainer.strategies import is_on_one_device
+from ctdr_lightning.trainer.strategies import is_on_one_device, is_sharded
 from ctdr_lightning.trainer.training_step.optimizer.gradient_readers import gradient_reader
+from ctdr_lightning.trainer.training_step.optimizer.resident import kept_in
 
 OPTION = "optimizer_step='in_backward'"
 _BETWEEN = (
@@ -51,6 +58,8 @@ class StepInBackward:
         self._handles: list[Any] = []
         self._open = False
         self._updated: set[Tensor] = set()
+        self._units: dict[nn.Module, set[Tensor]] = {}
+        self._ran: set[nn.Module] = set()
         self._one_at_a_time = Lock()  # devices have backward threads of their own
 
     def attach(self, trainer: Any, module: LightningModule, *, keeps_gradients: bool) -> None:
@@ -77,12 +86,19 @@ class StepInBackward:
             for param in group["params"]:
                 if param.requires_grad:
                     self._handles.append(param.register_post_accumulate_grad_hook(self._hook(index)))
+        # while a unit runs its parameters are the gathered ones
+        self._units = {unit: set(unit.parameters()) for unit in module.modules() if is_fsdp_unit(unit)}
+        self._handles += [unit.register_forward_pre_hook(self._unit_runs) for unit in self._units]
 
     def release(self) -> None:
         """Remove the hooks; gradients remain until the step again."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._optimizer = [], None
+        self._handles, self._units, self._optimizer = [], {}, None
+
+    def step_begins(self) -> None:
+        """A training step's forward is about to run."""
+        self._ran.clear()
 
     @contextmanager
     def backward(self, unseen: Unseen | None = None, begins: Begins | None = None) -> Iterator[None]:
@@ -99,6 +115,22 @@ class StepInBackward:
             yield
         finally:
             self._open = False
+
+    def _unit_runs(self, unit: nn.Module, args: Any) -> None:
+        """Refuse a unit whose weights would be gathered for the backward after their update: autograd would not notice.
+
+        A checkpoint runs a unit again inside the backward, but before the update.
+        """
+        if not torch.is_grad_enabled():
+            return
+        again = not self._updated.isdisjoint(self._units[unit]) if self._open else unit in self._ran
+        if again:
+            raise ConfigError(
+                f"{OPTION} is impossible: an FSDP unit ({type(unit).__name__}) runs twice in one step, so that the "
+                "backward would read its weights after their update.",
+                "Make the module a part of a larger unit, or leave optimizer_step out.",
+            )
+        self._ran.add(unit)
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         def ready(param: Tensor) -> None:
@@ -121,6 +153,8 @@ class StepInBackward:
             self._begins(self._optimizer)
         with torch.no_grad(), _alone(self._optimizer, index, param), self._unseen():
             _own_update(self._optimizer)
+        if isinstance(param, DTensor):
+            increment_version(param)  # for-each and fused updates of shards do not: autograd would miss the write
         param.grad = None
 
 
@@ -152,8 +186,8 @@ def hindrance(trainer: Any, module: LightningModule, *, keeps_gradients: bool) -
         keeps_gradients: Whether the gradients of a step are asked for in the next one.
     """
     asked = (
-        loop_hindrance(trainer, module), _run_hindrance(trainer), _optimizer_hindrance(trainer),
-        _code_hindrance(trainer, module),
+        loop_hindrance(trainer, module, shards=True), _run_hindrance(trainer), _optimizer_hindrance(trainer),
+        _shard_hindrance(trainer, module), _code_hindrance(trainer, module),
     )  # fmt: skip
     for reason in asked:
         if reason:
@@ -161,11 +195,17 @@ def hindrance(trainer: Any, module: LightningModule, *, keeps_gradients: bool) -
     return "keep_gradients=True asks for gradients that are freed as they come" if keeps_gradients else ""
 
 
-def loop_hindrance(trainer: Any, module: LightningModule) -> str:
-    """Why a batch is not one forward, one backward and one step of this process alone; empty where it is."""
+def loop_hindrance(trainer: Any, module: LightningModule, *, shards: bool = False) -> str:
+    """Why a batch is not one forward, one backward and one step of this process alone; empty where it is.
+
+    Args:
+        trainer: About to train, or in training.
+        module: The model.
+        shards: Whether this process may hold shards of the model.
+    """
     if not module.automatic_optimization:
         return "under manual optimization the module itself says when its optimizers step"
-    if not is_on_one_device(trainer.strategy):
+    if not is_on_one_device(trainer.strategy) and not (shards and is_sharded(trainer.strategy)):
         return f"under {type(trainer.strategy).__name__} gradients are exchanged between processes before the step"
     if trainer.accumulate_grad_batches > 1:
         return f"accumulate_grad_batches={trainer.accumulate_grad_batches} adds gradients up over several backwards"
@@ -189,6 +229,18 @@ def _optimizer_hindrance(trainer: Any) -> str:
     if updates_one_by_one(optimizer):
         return ""
     return f"{type(optimizer).__name__} is not known to update its parameters one by one"
+
+
+def _shard_hindrance(trainer: Any, module: LightningModule) -> str:
+    """Only a shard's gradient is known to be complete when it is there: others may be exchanged after the backward."""
+    if not is_sharded(trainer.strategy):
+        return ""
+    optimizer, names = trainer.optimizers[0], {p: name for name, p in module.named_parameters()}
+    if kept_in(optimizer, other_than=trainer.strategy.root_device.type):
+        return "FSDP's CPUOffloadPolicy may still copy a gradient when its parameter is updated"
+    trained = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    whole = next((names.get(p, "a parameter") for p in trained if not isinstance(p, DTensor)), "")
+    return whole and f"{whole} is not sharded, and its gradient may be exchanged between processes before the step"
 
 
 def _code_hindrance(trainer: Any, module: LightningModule) -> str:

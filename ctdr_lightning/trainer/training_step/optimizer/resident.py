@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ctdr_lightning.basics.torch_private import tree_leaves
 from ctdr_lightning.memory.holders.optimizer_state import state_away_of
@@ -15,6 +16,18 @@ from ctdr_lightning.memory.values.tensors import own_part, storage_bytes
 def local_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes that tensors take on this device; of sharded ones, the own shard."""
     return storage_bytes(map(own_part, tensors))
+
+
+def kept_in(optimizer: torch.optim.Optimizer, *, other_than: str) -> str:
+    """The type of another device where FSDP's own offload keeps an optimizer's shards; empty if there is none.
+
+    Args:
+        optimizer: It is not changed.
+        other_than: Type of the device of the steps.
+    """
+    shards = (p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor))
+    types = (own_part(shard).device.type for shard in shards)
+    return next((found for found in types if found != other_than), "")
 
 
 def optimizer_tensors(optimizers: list[torch.optim.Optimizer]) -> Iterator[Tensor]:

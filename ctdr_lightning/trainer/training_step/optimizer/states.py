@@ -12,6 +12,7 @@ from ctdr_lightning.memory.holders import HolderOptions, Holders
 from ctdr_lightning.memory.holders.eight_bits import EightBits
 from ctdr_lightning.memory.holders.optimizer_state import StateAway, state_away_of
 from ctdr_lightning.trainer.groups import IN_8_BITS
+from ctdr_lightning.trainer.training_step.optimizer.resident import kept_in
 
 
 class OptimizerStates:
@@ -33,7 +34,8 @@ class OptimizerStates:
 
         Raises:
             ConfigError: If the host is asked for and the steps run in host memory, or an optimizer is not known to
-                update its parameters one by one; when 8 bits are asked for and bitsandbytes cannot be imported.
+                update its parameters one by one, or FSDP keeps it in host memory; when 8 bits are asked for and
+                bitsandbytes cannot be imported.
         """
         if self._to is None:
             return
@@ -43,6 +45,13 @@ class OptimizerStates:
                 f"optimizer_state='host': the steps run on {device!r}, whose memory is the host's.",
                 "Write optimizer_state='disk'.",
             )
+        for optimizer in trainer.optimizers:
+            found = kept_in(optimizer, other_than=device)
+            if found:
+                raise ConfigError(
+                    f"FSDP's CPUOffloadPolicy keeps the optimizer's state on {found!r}; the steps run on {device!r}.",
+                    "Leave CPUOffloadPolicy out, or optimizer_state.",
+                )
         self._holders = self._holders or Holders(HolderOptions(self._folder, None, device))
         for optimizer in trainer.optimizers:
             if state_away_of(optimizer) is None:
