@@ -40,8 +40,7 @@ try:
     # Keys of the dispatcher, and guards that take some of them out of a call's way. No public call reaches below
     # autograd: `detach()` in Python gives a tensor a version counter of its own there, so that later writes in place
     # would go unnoticed.
-    # Copies many tensors with one launch; `copy_` is one each.
-    from torch import _foreach_copy_ as foreach_copy_
+    from torch import _foreach_copy_ as foreach_copy_  # many tensors with one launch; `copy_` is one each
     from torch._C import DisableTorchFunctionSubclass as NoTorchFunction
     from torch._C import DispatchKey, DispatchKeySet
     from torch._C import _are_functorch_transforms_active as is_transformed  # whose tensors look like ordinary ones
@@ -93,6 +92,10 @@ try:
     # While one is held, no other storage gets the address of a storage that is gone.
     from torch.multiprocessing.reductions import StorageWeakRef
 
+    # The store of the process group: public functions make stores, and none returns the one that is in use.
+    if torch.distributed.is_available():
+        from torch.distributed.distributed_c10d import _get_default_store
+
     # Hooks of all modules: they can be added and removed by who added them, but not suspended.
     from torch.nn.modules.module import _global_forward_hooks as hooks_after_modules
     from torch.nn.modules.module import _global_forward_pre_hooks as hooks_before_modules
@@ -133,11 +136,9 @@ for _name in ("CUDA", "XPU", "MPS", "HPU", "PrivateUse1"):
 #   _op_dk  one kernel of an op: the composed one, where a decomposition in Python would be taken first
 #   _forward_hooks and its kin  a module's hooks: they can be added and removed, but not counted
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_TENSORS = ("_version", "_base", "_is_view", "_indices", "_values", "_is_zerotensor", "_make_wrapper_subclass")
 _ATTRIBUTES: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (
-        torch.Tensor,
-        ("_version", "_base", "_is_view", "_indices", "_values", "_is_zerotensor", "_make_wrapper_subclass"),
-    ),
+    (torch.Tensor, _OF_TENSORS),
     (torch.UntypedStorage, ("_cdata",)),
     (torch.nn.Identity(), _HOOKS),
     (torch.ops.aten.relu.default, ("_schema", "_overloadname", "_overloadpacket", "_op_dk")),
@@ -146,7 +147,6 @@ for _owner, _names in _ATTRIBUTES:
     for _name in _names:
         if not hasattr(_owner, _name):
             raise unusable_torch(f"no attribute {_name}", torch.__version__)
-
 
 try:
     # Frames that Dynamo leaves alone, with all that they call.
@@ -298,8 +298,7 @@ def profiler_events(profiler: Any) -> list[Any]:
 
 def free_unused_pinned_memory() -> None:
     """Unpin the memory that torch caches: the public name came after 2.8, and without it freed memory stays pinned."""
-    public = getattr(torch.accelerator, "empty_host_cache", None)
-    empty = public or getattr(torch._C, "_host_emptyCache", None)
+    empty = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
     if empty is not None:
         empty()
 
@@ -316,10 +315,7 @@ def dump_cuda_memory(path: str) -> None:
 
 
 def replaces_scheduled_step(step: Any) -> None:
-    """Mark a function as a replacement of the wrapper that learning rate schedulers put around an optimizer's step.
-
-    Without the mark a scheduler that was made before warns that the step was overridden.
-    """
+    """Mark a function as a scheduler's wrapper of a step: without it, one made before warns of an overridden step."""
     step._wrapped_by_lr_sched = True
 
 
@@ -334,11 +330,14 @@ def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (tensor,)
 
 
-def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Tell a learning rate scheduler that the optimizer has stepped, as its own wrapper of the step does.
+def group_store() -> Any:
+    """Return the key-value store of the default process group; None without other processes, or where it has none."""
+    alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+    return None if alone or torch.distributed.get_world_size() == 1 else _get_default_store()
 
-    Without it the scheduler warns that it was stepped first; torch has no public name for the mark.
-    """
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Note that an optimizer has stepped, as a scheduler's wrapper does: it warns otherwise that it came first."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
@@ -370,6 +369,7 @@ __all__ = [
     "foreach_copy_",
     "free_unused_pinned_memory",
     "graph_task_id",
+    "group_store",
     "higher_order_utils",
     "hooks_after_modules",
     "hooks_before_modules",

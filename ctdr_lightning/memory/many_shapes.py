@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ctdr_lightning.memory.allocator.reserved import is_served
 from ctdr_lightning.memory.bounds.lower_bound import lower_bound_seconds
@@ -32,6 +33,13 @@ GOOD_ENOUGH, FURTHER = 0.02, 0.01
 MOST_REMEMBERED = 16
 # Work on polishing a transferred plan: a tenth of the allowance of a small net's search.
 POLISH_WORK = 40_000
+# From a step, all else that its plan is asked by, and a function that makes it, to the plan.
+Share = Callable[[Prepared, Hashable, Callable[[], Plan]], Plan]
+
+
+def alone(step: Prepared, asked: Hashable, search: Callable[[], Plan]) -> Plan:
+    """Make a plan here: the `Share` of a process that trains alone."""
+    return search()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +62,10 @@ class ManyShapes:
     Args:
         planner: Plans a step by itself.
         policy: Name that plans which are transferred bear.
+        share: Makes a plan, or takes that of another process, which is remembered like one that was made here.
 
     Attributes:
-        counts: How many steps were kept plain, had another's plan, had it polished, or were planned by themselves.
+        counts: How many steps were kept plain, had another's plan, had it polished, or were planned by themselves here.
 
     Example:
         >>> import torch
@@ -68,9 +77,9 @@ class ManyShapes:
         [True, True]
     """
 
-    def __init__(self, planner: Callable[[Prepared, int], Plan], policy: str = "auto") -> None:
+    def __init__(self, planner: Callable[[Prepared, int], Plan], policy: str = "auto", share: Share = alone) -> None:
         self._planner = planner
-        self._policy = policy
+        self._policy, self._share = policy, share
         self._known: OrderedDict[Hashable, _Known] = OrderedDict()
         self.counts = {"plain": 0, "transferred": 0, "polished": 0, "searched": 0}
 
@@ -94,14 +103,17 @@ class ManyShapes:
             self.counts["plain"] += 1
             return Plan(self._policy, simulate(step), limit_bytes, step.trace.seconds)
         structure = structure_of(step.trace)
+        made = self._share(step, (self._policy, limit_bytes), partial(self._made, step, limit_bytes, structure))
+        self._remember(_Known(structure, step.plain_peak_bytes, made.actions, made.gap, _served(made, limit_bytes)))
+        return made
+
+    def _made(self, step: Prepared, limit_bytes: int, structure: Hashable) -> Plan:
+        """The nearest plan, or its actions polished, or else a plan of the step's own."""
         nearest = self._nearest(structure, step.plain_peak_bytes)
         made = None if nearest is None else self._adapted(step, limit_bytes, nearest)
-        served = made is not None and is_served(step.trace, made.actions, limit_bytes)
-        if made is None or nearest is None or (nearest.served and not served):
+        if made is None or nearest is None or (nearest.served and not _served(made, limit_bytes)):
             made = self._planner(step, limit_bytes)
             self.counts["searched"] += 1
-            served = is_served(step.trace, made.actions, limit_bytes)
-        self._remember(_Known(structure, step.plain_peak_bytes, made.actions, made.gap, served))
         return made
 
     def _adapted(self, step: Prepared, limit_bytes: int, known: _Known) -> Plan | None:
@@ -137,6 +149,11 @@ class ManyShapes:
         self._known[known.structure, known.plain_peak_bytes] = known
         while len(self._known) > MOST_REMEMBERED:
             self._known.popitem(last=False)
+
+
+def _served(made: Plan, limit_bytes: int) -> bool:
+    """Whether the allocator serves a plan; asked of it once."""
+    return made.once(("served", limit_bytes), lambda: is_served(made.trace, made.actions, limit_bytes))
 
 
 def _distance(known_bytes: int, wanted_bytes: int) -> float:

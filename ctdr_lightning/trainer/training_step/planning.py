@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError
 from ctdr_lightning.basics.progress_bar import doing, one_bar
 from ctdr_lightning.joint.promise import promise
-from ctdr_lightning.memory import Plan, Trace, plan
+from ctdr_lightning.memory import Plan, Prepared, Trace, plan
 from ctdr_lightning.memory.account.batch import BatchAccount
 from ctdr_lightning.memory.holders.places import Places
 from ctdr_lightning.memory.lazy.heads import LazyHeads
@@ -26,11 +26,13 @@ from ctdr_lightning.memory.policies import Budget
 from ctdr_lightning.memory.traces.foreseen import FORESEEN
 from ctdr_lightning.memory.traces.machine import Link
 from ctdr_lightning.memory.traces.trace import LEAN
+from ctdr_lightning.memory.values.tensors import own_part
 from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.training_step.advice import Adviser, optimizer_does_not_fit
 from ctdr_lightning.trainer.training_step.bytes_beside import BytesBeside
 from ctdr_lightning.trainer.training_step.device import tensors_of
 from ctdr_lightning.trainer.training_step.optimizer.resident import local_bytes
+from ctdr_lightning.trainer.training_step.shared_plans import SharedPlans
 from ctdr_lightning.trainer.training_step.sub_batches.checks import batch_norm_of, sub_batch_hindrance
 from ctdr_lightning.trainer.training_step.sub_batches.parts import can_be_cut, n_samples
 from ctdr_lightning.trainer.training_step.sub_batches.peaks import SubBatchPeaks, fake_steps
@@ -46,6 +48,7 @@ class BatchPlanner:
         budget_bytes: The budget; None for none.
 
     Attributes:
+        shared: Plans of all processes.
         shapes: Plans of steps that differ in sizes alone.
         inputs: The arguments of a step without a plan; None where it has one.
         rest_peak_bytes: Bytes of the last batch that was planned, while its optimizer steps.
@@ -58,7 +61,8 @@ class BatchPlanner:
         self.budget_bytes = budget_bytes
         self._attached: LightningModule | None = None
         self._links: list[Link] | None = None
-        self.shapes = ManyShapes(plan)
+        self.shared = SharedPlans()
+        self.shapes = ManyShapes(plan, share=self.shared)
         self.inputs: Any = None
         self.rest_peak_bytes = self.n_planned = 0
         self._tightened = self._warned = False
@@ -81,7 +85,9 @@ class BatchPlanner:
         return self._attached
 
     def __call__(self, trace: Trace) -> Plan:
-        """The plan of this process alone: results do not depend on plans, and no process waits for another's.
+        """The plan of a step: one for all processes that have this step, judged by the times of this one.
+
+        Results do not depend on plans, so that processes with other plans train alike.
 
         Raises:
             InfeasibleBudgetError: When nothing fits, and such a step is not run as small as it can be.
@@ -103,7 +109,8 @@ class BatchPlanner:
             # another policy than the default one has its own hint: the default one
             tried = self._ends_the_run and limit is not None and self._options.policy == "auto"
             self._refuse(self._adviser(account).advised(error) if tried else error, trace)
-            made = plan(account.standing, Budget(seconds=math.inf))  # the least peak at any time
+            step = Prepared(account.standing)
+            made = self.shared(step, "least", lambda: plan(step, Budget(seconds=math.inf)))  # at any time
         self.n_planned += 1
         return made
 
@@ -122,14 +129,20 @@ class BatchPlanner:
         return noted.with_machine(self._links, self._places.codec_costs(trace))
 
     def _best(self, account: BatchAccount) -> Plan:
-        options, trace = self._options, account.standing
+        options, step = self._options, Prepared(account.standing)
         if self.budget_bytes is not None and options.policy == "auto":
-            return self.shapes(trace, self.budget_bytes)
+            return self.shapes(step, self.budget_bytes)
+        asked = options.policy, options.max_slowdown, self.budget_bytes, account.rest_bytes
+        return self.shared(step, asked, partial(self._other_than_auto, step, account.rest_bytes))
+
+    def _other_than_auto(self, step: Prepared, rest_bytes: int) -> Plan:
+        """A plan of another policy, or of the default one without a budget."""
+        options = self._options
         if self.budget_bytes is not None or options.policy != "auto":
-            return plan(trace, self.budget_bytes, options.policy)
-        made = promise(trace, self._module, options.max_slowdown or 1.0)
+            return plan(step, self.budget_bytes, options.policy)
+        made = promise(step.trace, self._module, options.max_slowdown or 1.0)
         # a peak below that of the optimizer's step would cost time for nothing
-        return plan(trace, account.rest_bytes) if made.peak_bytes < account.rest_bytes else made
+        return plan(step, rest_bytes) if made.peak_bytes < rest_bytes else made
 
     @property
     def limits(self) -> Hashable:
@@ -242,7 +255,7 @@ class BatchPlanner:
         account = self._beside.account_of_part(self._on_machine(recorded(inputs)), module, inputs)
         if cast(Any, module.trainer).accumulate_grad_batches == 1:
             return account
-        return account.adding([p.nbytes for p in module.parameters() if p.requires_grad])
+        return account.adding([own_part(p).nbytes for p in module.parameters() if p.requires_grad])
 
     def _sub_batch_peaks(self, inputs: Any) -> SubBatchPeaks:
         assert self.budget_bytes is not None
@@ -252,7 +265,7 @@ class BatchPlanner:
         def account(inputs: Any) -> BatchAccount:
             return self._beside.account_of_part(self._on_machine(recorded(inputs)), module, inputs)
 
-        sizes = [p.nbytes for p in module.parameters() if p.requires_grad]
+        sizes = [own_part(p).nbytes for p in module.parameters() if p.requires_grad]
         return SubBatchPeaks(account, sizes, inputs, self.budget_bytes, self._options.policy)
 
     @property
@@ -296,7 +309,7 @@ class BatchPlanner:
         if self._tightened or FORESEEN in step.meta:
             return
         if self._ends_the_run:
-            raise error
+            raise error from None  # its cause is the same sentence without the advice
         if self.budget_bytes is not None and not self._warned:
             self._warned = True
             rank_zero_warn(
