@@ -154,7 +154,7 @@ class BudgetFit(_Numbers):
         budget = f" for a budget of {format_bytes(self.budget_bytes)}" if self.budget_bytes else ""
         what = "the dense model" if self.is_dense else f"{_counted(len(self.choices.factorized), 'layer')} factorized"
         how = "nothing recomputed" if self.plan.keeps_all else "with recomputation"
-        timed = f"{self.measured_slowdown:.2f} dense steps by the clock" if self.measured_slowdown else "not timed"
+        timed = f"x{self.measured_slowdown:.2f} of it measured" if self.measured_slowdown else "not timed"
         peak = f"{format_bytes(self.measured_peak_bytes)} measured" if self.measured_peak_bytes else "not measured"
         metric = [f"In the metric: {self.metric}."] if self.metric is not None else []
         return [
@@ -164,8 +164,8 @@ class BudgetFit(_Numbers):
             f"Peak of a step: dense {format_bytes(self.dense_peak_bytes)}, chosen without a plan "
             f"{format_bytes(self.keep_peak_bytes)}, with it {format_bytes(self.peak_bytes)} predicted, "
             f"{peak}.",
-            f"Time of a step: dense {format_seconds(self.dense_s)}, chosen {format_seconds(self.seconds)} predicted, "
-            f"of it {format_seconds(self.plan.recompute_seconds)} recomputation; {timed}.",
+            f"Time of a forward and backward: dense {format_seconds(self.dense_s)}, chosen "
+            f"x{self.seconds / self.dense_s:.2f} of it predicted, {timed}.",
             f"Expected cost: KL {self.loss:.4f} nats to the dense outputs, before any training.",
             *self._untrained(),
             *metric,

@@ -50,11 +50,12 @@ class Shortfall:
         """
         assert self.least is not None
         row, least = self.least.row, self._thriftiest(self.least, math.inf)
+        layers = "dense layers" if row.resource == "dense" else f"layers cut to {row.share:.0%} of their {row.resource}"
         wanted = format_bytes(limits.peak_bytes) if limits.peak_bytes else "the loss and the time allowed"
         return InfeasibleBudgetError(
             f"No ranks and plan fit {wanted}{within(limits)}: the least peak found is "
-            f"{format_bytes(least.peak_bytes)} in x{self._slowdown(least):.2f}, at {row.share:.0%} of the "
-            f"{row.resource}, where the outputs' KL is {row.loss:.4f} nats.",
+            f"{format_bytes(least.peak_bytes)}, with {layers} and x{self._slowdown(least):.2f} of the dense step's "
+            f"time, where the outputs' KL is {row.loss:.4f} nats.",
             remedy or self._remedy(least, limits, [row for row in rows if row.seconds]),
             least_peak_bytes=least.peak_bytes,
         )
@@ -93,7 +94,7 @@ class Shortfall:
 
 def within(limits: Limits) -> str:
     """The time allowed, in words; empty for any."""
-    return f" within x{limits.slowdown:g} of the dense step's time" if math.isfinite(limits.slowdown) else ""
+    return f" within x{limits.slowdown:.3g} of the dense step's time" if math.isfinite(limits.slowdown) else ""
 
 
 def _lesser(held: PricedChoice | None, found: PricedChoice) -> PricedChoice:

@@ -327,7 +327,7 @@ class StepGuide:
         self._hooks = [hooks for module in root.modules() for hooks in hooks_of(module)] if root is not None else []
         kind.plan, kind.due = plan, False
         shapes = tuple(shapes_in(self._signature if signature is None else signature))
-        self.events.append(PlanMade(plan.explain().splitlines()[0], shapes, kind.foreseen))
+        self.events.append(PlanMade(plan.in_brief, shapes, kind.foreseen))
 
     def plan_with(self, planner: Planner, signature: Hashable = None) -> None:
         """Put a planner's plan where one is due; the signature as for `due`."""

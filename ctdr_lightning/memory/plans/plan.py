@@ -241,15 +241,25 @@ class Plan(MadeOnce):
         """By which share the plan may be slower than the best: 0.03 is 3 %; infinite where no bound is known."""
         return self.seconds / self.bound_seconds - 1 if self.bound_seconds else float("inf")
 
+    @property
+    def in_brief(self) -> str:
+        """The plan as a sentence, its time relative to that of the plain step."""
+        time = f"x{self.wall_seconds / self.trace.seconds:.2f}" if self.trace.seconds else "none"
+        return f"{self._bytes_in_words()}; predicted time {time} of the plain step's{self._gap_in_words()}."
+
+    def _bytes_in_words(self) -> str:
+        budget = f", budget {format_bytes(self.budget_bytes)}" if self.budget_bytes else ""
+        return f"Policy {self.policy}: predicted peak {format_bytes(self.peak_bytes)}{budget}"
+
+    def _gap_in_words(self) -> str:
+        return f", at most {self.gap:.1%} slower than any plan can be" if self.bound_seconds else ""
+
     def explain(self) -> str:
         """The plan in words: a summary, how the step is leaner than a plain one, then the decisions by size."""
-        budget = f", budget {format_bytes(self.budget_bytes)}" if self.budget_bytes else ""
-        gap = f", at most {self.gap:.1%} above the best possible" if self.bound_seconds else ""
         wait = f"; {format_seconds(self.host_wait_seconds)} more for the host" if self.host_wait_seconds else ""
-        head = (
-            f"Policy {self.policy}: predicted peak {format_bytes(self.peak_bytes)}{budget}; predicted step "
-            f"{format_seconds(self.seconds)}, of it {format_seconds(self.recompute_seconds)} recomputation{gap}{wait}."
-        )
+        recomputation = format_seconds(self.recompute_seconds)
+        time = f"predicted step {format_seconds(self.seconds)}, of it {recomputation} recomputation"
+        head = f"{self._bytes_in_words()}; {time}{self._gap_in_words()}{wait}."
         order = sorted(self.decisions, key=lambda d: -d.n_bytes)
         lean = self.trace.meta.get(LEAN)
         return "\n".join([head, *([lean] if lean else []), *(d.sentence() for d in order)])

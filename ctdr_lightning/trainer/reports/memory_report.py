@@ -102,9 +102,9 @@ class MemoryReport:
         return [words_of(event) for event in new]
 
     def explain(self) -> str:
-        """The last plan in words."""
+        """The last plan in words: in brief, then its decisions."""
         found = self._memory.session.plan if self._memory.session is not None else None
-        return found.explain() if found is not None else "No plan yet."
+        return "\n".join([found.in_brief, *found.explain().splitlines()[1:]]) if found is not None else "No plan yet."
 
     def picture(self) -> Any:
         """Memory over the planned step and the plain one, a matplotlib figure; None without matplotlib or a plan."""

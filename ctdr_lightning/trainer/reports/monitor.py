@@ -8,6 +8,9 @@ from typing import Any
 
 from ctdr_lightning.trainer.training_step.device import batch_size, peak_flops
 
+# Chosen, not tuned: a step of a net that is the same each time is recorded once, and again where it differed.
+_MOST_RECORDED = 4
+
 
 @dataclass
 class _Counted:
@@ -34,6 +37,7 @@ class Monitor:
         self._begun_s = 0.0
         self._usual, self._other = _Counted(), _Counted()
         self._logged = 0
+        self._metering = self._usual_metered = False
         self.stepped = 0
 
     def start(self) -> None:
@@ -56,6 +60,7 @@ class Monitor:
             usual: Whether it was neither recorded nor planned.
         """
         self.stepped += stepped
+        self._usual_metered = self._usual_metered or (usual and self._metering)
         counted = self._usual if usual else self._other
         counted.batches += 1
         counted.samples += batch_size(batch)
@@ -73,11 +78,16 @@ class Monitor:
         self._paused_s = None
 
     def meters_next(self, trainer: Any) -> bool:
-        """Whether the coming step's peak has to be measured: a log point follows it, and no allocator keeps count."""
+        """Whether the coming step's peak has to be measured, as no allocator keeps count.
+
+        It is before a log point, and in the first steps until one was neither recorded nor planned.
+        """
         every = trainer.log_every_n_steps
         if not every or trainer.barebones or trainer.strategy.root_device.type == "cuda":
             return False
-        return (self.stepped + 1) % every == 0 or self.stepped == 0
+        first = self.stepped == 0 or not (self._usual_metered or self.stepped > _MOST_RECORDED)
+        self._metering = first or (self.stepped + 1) % every == 0
+        return self._metering
 
     def due(self, trainer: Any) -> bool:
         """Whether the trainer's loggers take metrics at this batch."""

@@ -87,6 +87,8 @@ def _peak(facts: RunFacts) -> str:
     told += [f"{format_bytes(peaks.predicted_bytes)} predicted"] if peaks.predicted_bytes else []
     # what kernels allocate for themselves is predicted, but no processor tells it while they run
     told += [f"{format_bytes(measured)} {'of tensors ' if facts.counted else ''}measured"] if measured else []
+    first = measured and peaks.predicted_bytes and facts.budget_bytes is None and not facts.counted
+    told += ["the first step included, which ran without a plan"] if first else []
     return f"Peak of a step: {', '.join(told)}." if told else ""
 
 
@@ -111,8 +113,13 @@ def _kept(facts: RunFacts) -> str:
 def _time(facts: RunFacts) -> str:
     taken = facts.measured.get("ctdr/step_time_s", 0.0)
     speed = facts.measured.get("ctdr/samples_per_s", 0.0)
-    planned = f"; x{facts.peaks.slowdown:.2f} of the time without the plan, predicted" if facts.peaks.slowdown else ""
-    return f"Time of a batch: {format_seconds(taken)}, {speed:,.0f} samples/s{planned}." if taken else ""
+    if not taken:
+        return ""
+    relative = f"; x{facts.peaks.slowdown:.2f} of the plain step's time, predicted" if facts.peaks.slowdown else ""
+    if facts.fit is not None and facts.fit.measured_slowdown:
+        relative = f"; x{facts.fit.measured_slowdown:.2f} of the dense step's time, measured before training"
+    time = f"{format_seconds(taken)}, {speed:,.0f} samples/s{relative}"
+    return f"Time of a batch, with its loading and the optimizer: {time}."
 
 
 def _chosen(facts: RunFacts) -> str:
@@ -120,6 +127,5 @@ def _chosen(facts: RunFacts) -> str:
     fit = facts.fit
     if fit is None:
         return ""
-    told = [f"x{fit.measured_slowdown:.2f} of the dense step's time"] if fit.measured_slowdown else []
-    told += [f"a KL of {fit.loss:.4f} nats", *([str(fit.metric)] if fit.metric is not None else [])]
+    told = [f"a KL of {fit.loss:.4f} nats from dense", *([str(fit.metric)] if fit.metric is not None else [])]
     return f"Measured before training: {'; '.join(told)}."

@@ -34,7 +34,7 @@ def test_a_plan_is_due_after_a_recorded_step_and_not_made():
     assert guide.events == []
     guide.put(plan(guide.due(), policy="sqrt"))
     assert guide.due() is None
-    assert guide.events == [PlanMade(guide.plan.explain().splitlines()[0], ("4x8 float32",))]
+    assert guide.events == [PlanMade(guide.plan.in_brief, ("4x8 float32",))]
     run(guide, model, torch.randn(4, 8))
     assert guide.guided
 

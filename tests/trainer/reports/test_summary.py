@@ -2,6 +2,7 @@
 
 import logging
 import re
+from types import SimpleNamespace
 
 import pytest
 from lightning.pytorch.loggers import CSVLogger
@@ -27,8 +28,8 @@ def test_every_number_has_its_place():
     peaks = PlanPeaks(GIB, 2 * GIB, 1.25)
     text = closing_summary(RunFacts(100, 50, "val_acc", progress, {}, peaks, None, 0, measured))
     assert "val_acc: dense 0.9000, raw 0.4000, after re-estimation 0.8000, now 0.8900." in text
-    assert "Peak of a step: 2.00 GiB without a plan, 1.00 GiB predicted, 512.0 MiB measured." in text
-    assert "Time of a batch: 20.0 ms, 3,200 samples/s; x1.25 of the time without the plan, predicted." in text
+    assert "2.00 GiB without a plan, 1.00 GiB predicted, 512.0 MiB measured, the first step included, which ran" in text
+    assert "the optimizer: 20.0 ms, 3,200 samples/s; x1.25 of the plain step's time, predicted." in text
     assert "Budget" not in text
 
 
@@ -116,3 +117,22 @@ def test_a_run_shorter_than_an_interval_has_its_verdict_too(caplog):
     parts.fit(parts.Blobs(), ours, max_epochs=1, log_every_n_steps=1000)
     assert "Budget of 8.0 MiB kept: yes." in caplog.text
     assert "measured" in caplog.text
+
+
+def test_a_short_run_measures_a_step_under_its_plan_not_the_recorded_one(caplog):
+    caplog.set_level("INFO")
+    ours = CTDRCallback(rank=None, policy="sqrt")
+    parts.fit(parts.blobs(), ours, max_epochs=1, log_every_n_steps=1000)
+    closing = next(text for text in caplog.messages if "Peak of a step" in text)
+    plain, predicted, measured = (
+        parse_bytes(found)
+        for found in re.search(r"step: (.*) without a plan, (.*) predicted, (.*) of tensors", closing).groups()
+    )
+    assert measured <= predicted < plain
+
+
+def test_a_measured_time_of_the_choice_replaces_the_predicted_one():
+    fit = SimpleNamespace(measured_slowdown=1.08, dense_peak_bytes=GIB, loss=0.0, metric=None)
+    text = closing_summary(RunFacts(2, 1, measured={"ctdr/step_time_s": 1.0}, peaks=PlanPeaks(1, 2, 1.25), fit=fit))
+    assert "x1.08 of the dense step's time, measured before training." in text
+    assert "x1.25" not in text
