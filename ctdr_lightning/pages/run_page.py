@@ -86,7 +86,7 @@ def _lead(parts: RunParts) -> str:
     if parts.plan is None:
         return "Nothing was planned: no step was recorded, or it fits without a plan."
     lean = parts.plan.trace.meta.get(LEAN)
-    return " ".join([parts.plan.explain().splitlines()[0], *([lean] if lean else [])])
+    return " ".join([parts.plan.in_brief, *([lean] if lean else [])])
 
 
 def _headline(parts: RunParts) -> dict[str, str]:
