@@ -98,7 +98,7 @@ def figures(*, nets: Sequence[str] = (*RESNETS, *GPT2S), share: float = 0.35, pi
         draw(found, Path(picture))
 
 
-HEAD = "net | ops | seconds | predicted time | at most slower than any plan can be"
+HEAD = "net | ops | seconds | predicted time | at most slower than the fastest possible plan"
 TABLE = table(Row, HEAD, "{name} | {n_ops:,} | {plan_s:.1f} | {slowdown:x.3f} | {gap:.1%}")
 BENCHMARK = Benchmark("planning_time", figures, {"rows": Row}, {"table": TABLE}, {"nets": (*RESNETS, *GPT2S)})
 

@@ -186,7 +186,7 @@ def deep(model: Model, cards: int, card: str = "h100", batch: int = 8, share: fl
     begin = time.process_time()
     made = plan(whole, limit)
     plan_s = time.process_time() - begin
-    return Depth(model.layers, cards, len(whole.ops), record_s, plan_s, made.wall_seconds / made.trace.seconds)
+    return Depth(model.layers, cards, len(whole.ops), record_s, plan_s, made.slowdown)
 
 
 CARDS, DEPTHS, RANKS = (8, 64, 256, 1024), (8, 16, 32, 64), 64

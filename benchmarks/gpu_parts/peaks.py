@@ -218,7 +218,7 @@ def _run(row: Planned, case: Case, made: Plan, plain: Cost, plan_s: float) -> Pl
         allocated_bytes=found.allocated_bytes,
         reserved_bytes=found.reserved_bytes,
         retries=found.retries,
-        predicted=made.wall_seconds / made.trace.seconds,
+        predicted=made.slowdown,
         measured=found.seconds / plain.seconds,
         plan_s=plan_s,
     )

@@ -29,6 +29,7 @@ from ctdr_lightning.trainer.training_step.optimizer.resident import kept_in, sta
 from ctdr_lightning.trainer.training_step.optimizer.states import OptimizerStates
 from tests import forks, parts
 from tests.memory.holders.test_eight_bits import StandIn
+from tests.trainer.training_step import test_step_in_backward
 
 DEPTH, BATCH, EPOCHS, STEPS = 8, 4, 2, 6
 
@@ -335,11 +336,7 @@ class Twice(Wide):
 class TwiceAgain(Wide):
     """One unit in two checkpoints that run it again one after the other in the backward."""
 
-    def training_step(self, batch, batch_idx):
-        x = batch[0].requires_grad_()
-        for _ in range(2):
-            x = checkpoint(self.net[0], x, use_reentrant=True)
-        return x.square().mean()
+    training_step = test_step_in_backward.Twice.training_step
 
 
 class Checkpointed(Wide):

@@ -242,17 +242,22 @@ class Plan(MadeOnce):
         return self.seconds / self.bound_seconds - 1 if self.bound_seconds else float("inf")
 
     @property
+    def slowdown(self) -> float:
+        """Predicted time by the clock, in plain steps; 0 where no op has a time."""
+        return self.wall_seconds / self.trace.seconds if self.trace.seconds else 0.0
+
+    @property
     def in_brief(self) -> str:
         """The plan as a sentence, its time relative to that of the plain step."""
-        time = f"x{self.wall_seconds / self.trace.seconds:.2f}" if self.trace.seconds else "none"
-        return f"{self._bytes_in_words()}; predicted time {time} of the plain step's{self._gap_in_words()}."
+        time = f"; predicted time x{self.slowdown:.2f} of the plain step's" if self.slowdown else ""
+        return f"{self._bytes_in_words()}{time}{self._gap_in_words()}."
 
     def _bytes_in_words(self) -> str:
         budget = f", budget {format_bytes(self.budget_bytes)}" if self.budget_bytes else ""
         return f"Policy {self.policy}: predicted peak {format_bytes(self.peak_bytes)}{budget}"
 
     def _gap_in_words(self) -> str:
-        return f", at most {self.gap:.1%} slower than any plan can be" if self.bound_seconds else ""
+        return f", at most {self.gap:.1%} slower than the fastest possible plan" if self.bound_seconds else ""
 
     def explain(self) -> str:
         """The plan in words: a summary, how the step is leaner than a plain one, then the decisions by size."""

@@ -77,8 +77,7 @@ class MemoryReport:
         largest = max(plans, key=lambda plan: plan.peak_bytes)
         rest_bytes = self._memory.rest_peak_bytes
         unplanned_bytes = max(rest_bytes, simulate(largest.trace).peak_bytes)
-        slowdown = largest.wall_seconds / largest.trace.seconds
-        return PlanPeaks(max(rest_bytes, largest.peak_bytes), unplanned_bytes, slowdown)
+        return PlanPeaks(max(rest_bytes, largest.peak_bytes), unplanned_bytes, largest.slowdown)
 
     def over_budget_bytes(self) -> int:
         """The most by which a step of the run was seen to exceed the budget."""
@@ -101,10 +100,10 @@ class MemoryReport:
         new, self._logged_events = events[self._logged_events :], len(events)
         return [words_of(event) for event in new]
 
-    def explain(self) -> str:
-        """The last plan in words: in brief, then its decisions."""
+    def explain(self) -> list[str]:
+        """The last plan in words: a line in brief, then one a decision."""
         found = self._memory.session.plan if self._memory.session is not None else None
-        return "\n".join([found.in_brief, *found.explain().splitlines()[1:]]) if found is not None else "No plan yet."
+        return [found.in_brief, *found.explain().splitlines()[1:]] if found is not None else ["No plan yet."]
 
     def picture(self) -> Any:
         """Memory over the planned step and the plain one, a matplotlib figure; None without matplotlib or a plan."""

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+from ctdr_lightning.memory.guide.step_guide import MAX_DIVERGENCES
 from ctdr_lightning.trainer.training_step.device import batch_size, peak_flops
-
-# Chosen, not tuned: a step of a net that is the same each time is recorded once, and again where it differed.
-_MOST_RECORDED = 4
 
 
 @dataclass
@@ -85,7 +83,7 @@ class Monitor:
         every = trainer.log_every_n_steps
         if not every or trainer.barebones or trainer.strategy.root_device.type == "cuda":
             return False
-        first = self.stepped == 0 or not (self._usual_metered or self.stepped > _MOST_RECORDED)
+        first = self.stepped == 0 or not (self._usual_metered or self.stepped > MAX_DIVERGENCES + 1)
         self._metering = first or (self.stepped + 1) % every == 0
         return self._metering
 

@@ -166,7 +166,7 @@ class Reporter:
     def _publish_plan(self, trainer: Any, events: list[str]) -> None:
         for event in events if self._verbose else []:
             rank_zero_info(wrapped(f"CTDR: {event}"))
-        whole, *tensors = self._memory_report.explain().splitlines()
+        whole, *tensors = self._memory_report.explain()
         known = any(event.startswith(whole) for event in events)  # told with the batches that it is for
         text = "\n".join([*events, "", *([] if known else [whole]), *tensors])
         publish_text(trainer.loggers, "ctdr/memory_plan", text, trainer.global_step)

@@ -116,8 +116,6 @@ def _time(facts: RunFacts) -> str:
     if not taken:
         return ""
     relative = f"; x{facts.peaks.slowdown:.2f} of the plain step's time, predicted" if facts.peaks.slowdown else ""
-    if facts.fit is not None and facts.fit.measured_slowdown:
-        relative = f"; x{facts.fit.measured_slowdown:.2f} of the dense step's time, measured before training"
     time = f"{format_seconds(taken)}, {speed:,.0f} samples/s{relative}"
     return f"Time of a batch, with its loading and the optimizer: {time}."
 
@@ -127,5 +125,6 @@ def _chosen(facts: RunFacts) -> str:
     fit = facts.fit
     if fit is None:
         return ""
-    told = [f"a KL of {fit.loss:.4f} nats from dense", *([str(fit.metric)] if fit.metric is not None else [])]
+    told = [f"x{fit.measured_slowdown:.2f} of the dense step's time"] if fit.measured_slowdown else []
+    told += [f"a KL of {fit.loss:.4f} nats", *([str(fit.metric)] if fit.metric is not None else [])]
     return f"Measured before training: {'; '.join(told)}."

@@ -21,12 +21,11 @@ from ctdr_lightning.memory.helpful_places import place_that_fits
 from ctdr_lightning.memory.holders.optimizer_bytes import elsewhere, leaner, predict
 from ctdr_lightning.memory.holders.optimizer_state import state_away_of
 from ctdr_lightning.memory.traces.optimizer import OptimizerBytes
-from ctdr_lightning.memory.values.tensors import own_part
 from ctdr_lightning.trainer.options import IF_NEEDED, CallbackOptions
 from ctdr_lightning.trainer.strategies import check_strategy, is_sharded
 from ctdr_lightning.trainer.structure import factorized_names
 from ctdr_lightning.trainer.training_step.optimizer.in_backward import hindrance
-from ctdr_lightning.trainer.training_step.optimizer.resident import local_bytes
+from ctdr_lightning.trainer.training_step.optimizer.resident import gradient_sizes, local_bytes
 from ctdr_lightning.trainer.training_step.sub_batches.peaks import SubBatchPeaks
 
 # As for a budget that is asked for: 1 % to spare.
@@ -113,7 +112,7 @@ class Adviser:
         # gradients of an FSDP unit go together, which the account before a trial does not know
         if given or is_sharded(self.trainer.strategy):
             return
-        sizes = [own_part(p).nbytes for p in self.module.parameters() if p.requires_grad]
+        sizes = gradient_sizes(self.module)
         takes_less = least_bytes - sum(sizes) <= self.budget_bytes
         if not takes_less or hindrance(self.trainer, self.module, keeps_gradients=bool(options.keep_gradients)):
             return

@@ -26,12 +26,11 @@ from ctdr_lightning.memory.policies import Budget
 from ctdr_lightning.memory.traces.foreseen import FORESEEN
 from ctdr_lightning.memory.traces.machine import Link
 from ctdr_lightning.memory.traces.trace import LEAN
-from ctdr_lightning.memory.values.tensors import own_part
 from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.training_step.advice import Adviser, optimizer_does_not_fit
 from ctdr_lightning.trainer.training_step.bytes_beside import BytesBeside
 from ctdr_lightning.trainer.training_step.device import tensors_of
-from ctdr_lightning.trainer.training_step.optimizer.resident import local_bytes
+from ctdr_lightning.trainer.training_step.optimizer.resident import gradient_sizes, local_bytes
 from ctdr_lightning.trainer.training_step.shared_plans import SharedPlans
 from ctdr_lightning.trainer.training_step.sub_batches.checks import batch_norm_of, sub_batch_hindrance
 from ctdr_lightning.trainer.training_step.sub_batches.parts import can_be_cut, n_samples
@@ -255,7 +254,7 @@ class BatchPlanner:
         account = self._beside.account_of_part(self._on_machine(recorded(inputs)), module, inputs)
         if cast(Any, module.trainer).accumulate_grad_batches == 1:
             return account
-        return account.adding([own_part(p).nbytes for p in module.parameters() if p.requires_grad])
+        return account.adding(gradient_sizes(module))
 
     def _sub_batch_peaks(self, inputs: Any) -> SubBatchPeaks:
         assert self.budget_bytes is not None
@@ -265,7 +264,7 @@ class BatchPlanner:
         def account(inputs: Any) -> BatchAccount:
             return self._beside.account_of_part(self._on_machine(recorded(inputs)), module, inputs)
 
-        sizes = [own_part(p).nbytes for p in module.parameters() if p.requires_grad]
+        sizes = gradient_sizes(module)
         return SubBatchPeaks(account, sizes, inputs, self.budget_bytes, self._options.policy)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ctdr_lightning.basics.torch_private import tree_leaves
@@ -16,6 +16,11 @@ from ctdr_lightning.memory.values.tensors import own_part, storage_bytes
 def local_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes that tensors take on this device; of sharded ones, the own shard."""
     return storage_bytes(map(own_part, tensors))
+
+
+def gradient_sizes(module: nn.Module) -> list[int]:
+    """Bytes of each parameter's gradient on this device; of sharded ones, the own shard's."""
+    return [own_part(param).nbytes for param in module.parameters() if param.requires_grad]
 
 
 def kept_in(optimizer: torch.optim.Optimizer, *, other_than: str) -> str:
