@@ -78,7 +78,7 @@ def blocks(path):
     fenced = re.findall(r"```(?:bash|sh)\n(.*?)```", text, re.DOTALL)
     inline = re.findall(r"`((?:ctdr|python -m|make|pip) [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     lines = [[line.split("  #")[0].split(" # ")[0].strip() for line in block.splitlines()] for block in fenced]
-    return [[line for line in block if line] for block in [*lines, *([one] for one in inline)]]
+    return [[line for line in block if line] for block in [*lines, *([" ".join(one.split())] for one in inline)]]
 
 
 ALL = [(path, block) for path in DOCUMENTS for block in blocks(path)]
