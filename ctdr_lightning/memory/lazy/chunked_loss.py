@@ -14,14 +14,14 @@ the weight has elements, and these twice while their softmax is taken; at least 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from ctdr_lightning.basics.torch_private import keeps_graph
+from ctdr_lightning.memory.values.chunk_loop import cross_entropy_chunks
 
 # Fewer rows make a product's reading of the weight longer than its arithmetic: at 128 features, chunks of 64 rows took
 # 1.2 times as long as chunks of 128, and chunks of 768, which no cache holds, as well.
@@ -67,7 +67,7 @@ def chunked_cross_entropy(
     Example:
         >>> hidden, weight, target = torch.randn(6, 4), torch.randn(9, 4), torch.arange(6)
         >>> found = chunked_cross_entropy(hidden, weight, None, target, LossTerms(), torch.float32)
-        >>> torch.allclose(found, F.cross_entropy(hidden @ weight.T, target))
+        >>> torch.allclose(found, torch.nn.functional.cross_entropy(hidden @ weight.T, target))
         True
     """
     return _ChunkedLoss.apply(hidden, weight, bias, target, terms, dtype)  # type: ignore[no-any-return]
@@ -83,137 +83,71 @@ def n_chunks(n_rows: int, weight: Tensor) -> int:
     return -(-n_rows // rows_of_chunk(*weight.shape))
 
 
-class _Hard:
-    """Targets that are class indices: what of the loss depends on rows alone, for all rows at once."""
+class _Rows:
+    """The part of a loss that depends on rows alone, for all rows at once.
 
-    def __init__(self, target: Tensor, terms: LossTerms, classes: Tensor | None, n_classes: int, scale: Tensor) -> None:
-        self._ignored = target == terms.ignored
-        indices = target.masked_fill(self._ignored, 0).long()[:, None]
-        counts = ~self._ignored[:, None] * scale
+    Attributes:
+        parts: The targets as the loop over chunks takes them.
+        classes: One weight a class, or None.
+        divisor: The number of rows, or the sum of their weights, by which a mean divides.
+    """
+
+    def __init__(self, asked: _Asked) -> None:
+        wide = torch.promote_types(asked.dtype, torch.float32)
+        weight, target = asked.terms.weight, asked.target
+        self.classes = weight.to(wide) if weight is not None else None
+        scale = asked.hidden.new_ones(len(target), dtype=wide) if asked.scale is None else asked.scale.to(wide)
+        self._ignored: Tensor | None = None
+        if target.is_floating_point():
+            self.parts, self.divisor = [target, scale[:, None]], scale.new_full((), len(target))
+        else:
+            self._ignored = target == asked.terms.ignored
+            self.parts, self.divisor = self._hard(target, scale[:, None], asked.terms, len(asked.weight))
+
+    def _hard(self, target: Tensor, scale: Tensor, terms: LossTerms, n_classes: int) -> tuple[list[Tensor], Tensor]:
+        ignored, classes = self._ignored, self.classes
+        assert ignored is not None
+        indices = target.masked_fill(ignored, 0).long()[:, None]
+        counts = ~ignored[:, None] * scale
         weights = counts if classes is None else counts * classes[indices]
         on_target = weights * (1 - terms.smoothing)
-        self._classes, self._each = classes, terms.smoothing / n_classes
-        total = on_target + counts * (self._each * (n_classes if classes is None else classes.sum()))
-        self.rows = (indices, -on_target, total, counts)
-        self.divisor = weights.sum()
-
-    def loss(self, logs: Tensor, indices: Tensor, minus_on_target: Tensor, total: Tensor, counts: Tensor) -> Tensor:
-        """The losses of some rows, of shape (rows, 1)."""
-        loss = logs.gather(1, indices) * minus_on_target
-        if self._each:
-            everywhere = logs.sum(1) if self._classes is None else logs @ self._classes
-            loss = loss - self._each * counts * everywhere[:, None]
-        return loss
-
-    def slope(self, logs: Tensor, indices: Tensor, minus_on_target: Tensor, total: Tensor, counts: Tensor) -> Tensor:
-        """The gradient of these by the logits, in the place of the logarithms."""
-        slope = logs.exp_().mul_(total).scatter_add_(1, indices, minus_on_target)
-        if self._each:
-            classes = torch.ones_like(slope[0]) if self._classes is None else self._classes
-            slope.addr_(counts[:, 0], classes, alpha=-self._each)
-        return slope
+        everywhere = n_classes if classes is None else classes.sum()
+        total = on_target + counts * (terms.smoothing / n_classes * everywhere)
+        return [indices, -on_target, total, counts], weights.sum()
 
     def finished(self, losses: Tensor) -> Tensor:
         """Rows that count nothing, whose logits may be infinite, have no loss."""
-        return losses.masked_fill_(self._ignored, 0)
+        return losses if self._ignored is None else losses.masked_fill_(self._ignored, 0)
 
 
-class _Soft:
-    """Targets that are probabilities of classes."""
+class _Asked(NamedTuple):
+    """The arguments of `chunked_cross_entropy`, and one factor a row."""
 
-    def __init__(self, target: Tensor, terms: LossTerms, classes: Tensor | None, n_classes: int, scale: Tensor) -> None:
-        self._classes, self._smoothing, self._n_classes = classes, terms.smoothing, n_classes
-        self.rows = (target, scale)
-        self.divisor = scale.new_full((), len(target))
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    terms: LossTerms
+    dtype: torch.dtype
+    scale: Tensor | None = None
 
-    def _shares(self, target: Tensor, scale: Tensor) -> Tensor:
-        shares = target.to(scale.dtype)
-        if self._smoothing:
-            shares = shares * (1 - self._smoothing) + self._smoothing / self._n_classes
-        return shares * (scale if self._classes is None else scale * self._classes)
-
-    def loss(self, logs: Tensor, target: Tensor, scale: Tensor) -> Tensor:
-        """The losses of some rows, of shape (rows, 1)."""
-        return -(self._shares(target, scale) * logs).sum(1, keepdim=True)
-
-    def slope(self, logs: Tensor, target: Tensor, scale: Tensor) -> Tensor:
-        """The gradient of these by the logits, in the place of the logarithms."""
-        shares = self._shares(target, scale)
-        return logs.exp_().mul_(shares.sum(1, keepdim=True)).sub_(shares)
-
-    def finished(self, losses: Tensor) -> Tensor:
-        """All rows count."""
-        return losses
-
-
-class _Chunks:
-    """The chunks of one loss: its losses, and its gradients where they are asked for."""
-
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        terms: LossTerms,
-        dtype: torch.dtype,
-        *,
-        scale: Tensor | None = None,
-    ) -> None:
-        self._hidden, self._dtype, self._own = hidden, dtype, (weight, bias)
-        self._weight, self._bias = weight.to(dtype), bias.to(dtype) if bias is not None else None
-        self._wide = torch.promote_types(dtype, torch.float32)
-        self._n_rows = rows_of_chunk(*weight.shape)
-        classes = terms.weight.to(self._wide) if terms.weight is not None else None
-        kind = _Soft if target.is_floating_point() else _Hard
-        scale = hidden.new_ones(len(hidden), dtype=self._wide) if scale is None else scale.to(self._wide)
-        self._targets: Any = kind(target, terms, classes, weight.shape[0], scale[:, None])
-        self.divisor: Tensor = self._targets.divisor
-
-    def losses(self, wanted: tuple[bool, ...]) -> tuple[Tensor, list[Tensor | None]]:
-        """One loss a row, and the gradients of hidden, weight and bias by the sum of all; None where not wanted.
+    def losses(self, wanted: tuple[bool, ...]) -> tuple[Tensor, list[Tensor | None], Tensor]:
+        """One loss a row, the gradients of hidden, weight and bias by the sum of all, and the divisor of their mean.
 
         Args:
-            wanted: Which of the three gradients.
+            wanted: Which of the three gradients; None is in the place of the others.
         """
-        hidden, found = self._hidden, self._hidden.new_empty((len(self._hidden), 1), dtype=self._wide)
-        to_hidden = torch.empty_like(hidden) if wanted[0] else None
-        to_weight, to_bias = (self._sum_like(t) if w else None for t, w in zip(self._own, wanted[1:], strict=True))
-        written = to_hidden if to_hidden is not None else hidden
-        chunks = [t.split(self._n_rows) for t in (hidden, written, found, *self._targets.rows)]
-        for states, to_states, losses, *rows in zip(*chunks, strict=True):
-            logs = self._logs(states)
-            losses.copy_(self._targets.loss(logs, *rows))
-            if not any(wanted):
-                continue
-            slope = self._targets.slope(logs, *rows)
-            if to_bias is not None:
-                to_bias += slope.sum(0)
-            slope = slope.to(self._dtype)
-            if to_hidden is not None:
-                to_states.copy_(slope @ self._weight)
-            if to_weight is not None:
-                _add_product(to_weight, slope, states.to(self._dtype))
-            del logs, slope  # or the next chunk would be made beside them
-        return self._targets.finished(found[:, 0]), [to_hidden, to_weight, to_bias]
-
-    def _sum_like(self, tensor: Tensor | None) -> Tensor | None:
-        """Sums over many chunks are kept in 32 bits at least."""
-        if tensor is None:
-            return None
-        return torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
-
-    def _logs(self, hidden: Tensor) -> Tensor:
-        """The logarithms of the classes' probabilities."""
-        logits = F.linear(hidden.to(self._dtype), self._weight, self._bias)
-        return F.log_softmax(logits, 1, dtype=self._wide)
-
-
-def _add_product(total: Tensor, slope: Tensor, hidden: Tensor) -> None:
-    if total.dtype == slope.dtype:
-        total.addmm_(slope.T, hidden)
-    else:
-        total += slope.T @ hidden
+        weight, bias, rows = self.weight.to(self.dtype), self.bias, _Rows(self)
+        bias = bias.to(self.dtype) if bias is not None else None
+        wanted = (*wanted[:2], wanted[2] and bias is not None)
+        # sums over many chunks are kept in 32 bits at least
+        wide, summed = (torch.promote_types(t, torch.float32) for t in (self.dtype, self.weight.dtype))
+        found, *made = cross_entropy_chunks(
+            self.hidden, weight, bias, rows.parts, rows.classes, self.terms.smoothing,
+            rows_of_chunk(*weight.shape), wide, summed, wanted,
+        )  # fmt: skip
+        gradients = iter(made)
+        return rows.finished(found[:, 0]), [next(gradients) if w else None for w in wanted], rows.divisor
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -223,15 +157,15 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(ctx: Any, *asked: Any) -> Tensor:
         """The loss; the arguments are those of `chunked_cross_entropy`."""
         with torch.autocast(asked[0].device.type, enabled=False):
-            chunks, reduction = _Chunks(*asked), asked[4].reduction
+            reduction = asked[4].reduction
             ctx.dtypes = [t.dtype if t is not None else None for t in asked[:3]]
             if reduction == "none":
                 ctx.save_for_backward(*asked[:4])
                 ctx.how = asked[4:]
-                return chunks.losses((False, False, False))[0]
-            losses, ctx.gradients = chunks.losses(tuple(ctx.needs_input_grad[:3]))
+                return _Asked(*asked).losses((False, False, False))[0]
+            losses, ctx.gradients, divisor = _Asked(*asked).losses(tuple(ctx.needs_input_grad[:3]))
             # apart from the gradients until the backward, where a loss scaler keeps 16 bits from underflow
-            ctx.scale = losses.new_ones(()) / chunks.divisor if reduction == "mean" else losses.new_ones(())
+            ctx.scale = losses.new_ones(()) / divisor if reduction == "mean" else losses.new_ones(())
             return losses.sum() * ctx.scale
 
     @staticmethod
@@ -244,8 +178,8 @@ class _ChunkedLoss(torch.autograd.Function):
         """
         if slope.dim():
             with torch.autocast(slope.device.type, enabled=False):
-                chunks = _Chunks(*ctx.saved_tensors, *ctx.how, scale=slope)
-                made = chunks.losses(tuple(ctx.needs_input_grad[:3]))[1]
+                asked = _Asked(*ctx.saved_tensors, *ctx.how)._replace(scale=slope)
+                made = asked.losses(tuple(ctx.needs_input_grad[:3]))[1]
         else:
             made = _scaled(ctx, slope)
         typed = [t.to(dtype) if t is not None else None for t, dtype in zip(made, ctx.dtypes, strict=True)]

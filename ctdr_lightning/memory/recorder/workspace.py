@@ -20,7 +20,7 @@ from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from ctdr_lightning.basics.torch_private import (
 from ctdr_lightning.memory.recorder.gpu_workspace import MODELLED, chunked_loss_bytes, convolution_workspace_bytes
 from ctdr_lightning.memory.recorder.on_cpu import LAYER_BACKWARD, with_workspace
 from ctdr_lightning.memory.tape.clock import CpuClock, Timed
+from ctdr_lightning.memory.values.chunk_loop import CHUNKS, Round
 from ctdr_lightning.memory.values.op_traits import is_float, may_run_on_dummies, traits
 from ctdr_lightning.memory.values.tensors import has_storage, tensors_in
 
@@ -160,13 +161,16 @@ class WorkspaceProbe:
     _wanted: dict[int, Hashable] = field(default_factory=dict)
     _calls: dict[Hashable, _Call] = field(default_factory=dict)
     _unmeasured: dict[str, None] = field(default_factory=dict)
+    _loops: dict[int, tuple[Round, WorkspaceProbe]] = field(default_factory=dict)
 
     def note(self, index: int, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         """Remember the call behind op ``index`` of the trace."""
         kwargs = kwargs or {}
         name = traits(func).name
         tensors = list(tensors_in((*args, *kwargs.values())))
-        if name in PRODUCTS and (self.other or {t.dtype for t in tensors} <= _UNCAST):
+        if func is CHUNKS and self.fake:
+            self._note_loop(index, args)
+        elif name in PRODUCTS and (self.other or {t.dtype for t in tensors} <= _UNCAST):
             copied = sum(t.nbytes for t in tensors if has_storage(t) and t.dim() > 1 and 1 not in t.stride()[-2:])
             if copied:
                 self._known[index] = copied
@@ -179,6 +183,12 @@ class WorkspaceProbe:
                 self._want(index, func, args, kwargs)
             else:
                 self._unmeasured[name] = None
+
+    def _note_loop(self, index: int, args: tuple[Any, ...]) -> None:
+        """Remember the calls of a round of our own loop over chunks."""
+        inner, places = WorkspaceProbe(self.fake, self.other, self.gpu), count()
+        one = Round(lambda func, args, kwargs, _: inner.note(next(places), func, args, kwargs)).of(args)
+        self._loops[index] = one, inner
 
     def _want(self, index: int, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         args, kwargs = tree_map_only(Tensor, _Dummy.of, (args, kwargs))
@@ -194,6 +204,10 @@ class WorkspaceProbe:
         If the profiler cannot run (no memory or threads are left for it), only workspaces that need no measuring are
         returned. The same holds for another device: this processor's kernels say nothing about that device's.
         """
+        for index, (one, inner) in self._loops.items():
+            temps = inner.measure()
+            self._unmeasured |= inner._unmeasured
+            self._known[index] = max(level + temps.get(place, 0) for place, level in enumerate(one.levels))
         if self.other:
             counted = f"counted as 0: those of {self.other}'s kernels are not known"
             self.unknown = counted if self.gpu is None else MODELLED

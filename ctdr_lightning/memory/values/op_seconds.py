@@ -8,7 +8,7 @@ for its host takes the host's time (`behind_host`).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ctdr_lightning.basics.devices import DeviceModel, product_flops32_per_s
 from ctdr_lightning.basics.torch_private import OpOverload
+from ctdr_lightning.memory.values.chunk_loop import CHUNKS, Round
 from ctdr_lightning.memory.values.kernel_rates import kernel_seconds
 from ctdr_lightning.memory.values.op_traits import UNINITIALISED, traits
 from ctdr_lightning.memory.values.tensors import has_storage, tensors_in
@@ -53,6 +54,8 @@ def op_seconds(device: DeviceModel, func: OpOverload, args: tuple[Any, ...], kwa
     what = traits(func)
     if what.view or what.pin == UNINITIALISED:
         return 0.0
+    if func is CHUNKS:
+        return _loop_seconds(device, args)
     outs = list(tensors_in(out if type(out) in (tuple, list) else (out,)))
     moved = sum(t.nbytes for t in (*tensors_in((*args, *kwargs.values())), *outs) if has_storage(t))
     again = _READ_AGAIN.get(what.name, ()) if device.is_gpu else ()
@@ -82,6 +85,15 @@ def behind_host(device: DeviceModel, seconds: Iterable[float]) -> list[float]:
         found.append(done_s - gpu_s)
         gpu_s = done_s
     return found
+
+
+def _loop_seconds(device: DeviceModel, args: tuple[Any, ...]) -> float:
+    """Time of our own loop over chunks: that of a round, times their number."""
+    seconds: list[float] = []
+    one = Round(lambda *call: seconds.append(op_seconds(device, *call))).of(args)
+    n_rounds = ceil(one.n_rounds)
+    every = seconds * n_rounds
+    return one.n_rounds / n_rounds * sum(behind_host(device, every) if device.is_gpu else every)
 
 
 def _rate(device: DeviceModel, name: str, dtype: torch.dtype) -> float:

@@ -32,8 +32,8 @@ _DRAWS = {
 _EXCHANGING = {"c10d", "_c10d_functional", "c10d_functional", "fsdp", "symm_mem", "_dtensor"}
 UNINITIALISED = "uninitialised memory"
 _UNINITIALISED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
-# Operators of these are declared in full: torch's own, and those of torchvision, which are pure functions.
-_DECLARED = {"aten", "prims", "prim", "quantized", "mkldnn", "torchvision"}
+# Operators of these are declared in full: torch's own, those of torchvision, which are pure functions, and ours.
+_DECLARED = {"aten", "prims", "prim", "quantized", "mkldnn", "torchvision", "ctdr_lightning"}
 # They read no tensor's contents, so their result is a constant until something fills it.
 FACTORIES = {
     f"aten.{name}.{overload}"
@@ -186,10 +186,11 @@ def _out_of_place(func: OpOverload) -> OpOverload | None:
 
 
 TORCHS = ("aten", "torch_nn")  # namespaces; the second has losses that are written in Python
+_ON_DUMMIES = (*TORCHS, "ctdr_lightning")
 
 
 def may_run_on_dummies(func: OpOverload, tensors: Sequence[Tensor]) -> bool:
-    """Whether a call may be run once more on made-up contents: torch's own, without effects, and safe on them.
+    """Whether a call may be run once more on made-up contents: torch's or ours, without effects, and safe on them.
 
     Floats of any value are, and so is the index 0 where there is anything; bytes may be an op's own notes. The backward
     of an LSTM takes sizes and places from its forward's, and ends the process where these are made up.
@@ -198,8 +199,8 @@ def may_run_on_dummies(func: OpOverload, tensors: Sequence[Tensor]) -> bool:
         func: The op.
         tensors: All that it takes; they may be fake.
     """
-    ours = isinstance(func, OpOverload) and func.namespace in TORCHS and traits(func).pin != COLLECTIVE
-    return ours and all(has_storage(t) and t.numel() and (is_float(t.dtype) or t.dtype in _INDICES) for t in tensors)
+    safe = isinstance(func, OpOverload) and func.namespace in _ON_DUMMIES and traits(func).pin != COLLECTIVE
+    return safe and all(has_storage(t) and t.numel() and (is_float(t.dtype) or t.dtype in _INDICES) for t in tensors)
 
 
 def is_float(dtype: torch.dtype) -> bool:
