@@ -187,7 +187,7 @@ class WorkspaceProbe:
     def _note_loop(self, index: int, args: tuple[Any, ...]) -> None:
         """Remember the calls of a round of our own loop over chunks."""
         inner, places = WorkspaceProbe(self.fake, self.other, self.gpu), count()
-        one = Round(lambda func, args, kwargs, _: inner.note(next(places), func, args, kwargs)).of(args)
+        one = Round(args, lambda func, args, kwargs, _: inner.note(next(places), func, args, kwargs))
         self._loops[index] = one, inner
 
     def _want(self, index: int, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

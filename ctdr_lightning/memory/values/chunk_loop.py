@@ -8,7 +8,8 @@ chunk, which the loop itself shows when it runs one chunk on fake tensors.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ctdr_lightning.basics.torch_private import OpOverload, TorchDispatchMode
+from ctdr_lightning.memory.values.live_bytes import active_trackers, tell_trackers
 from ctdr_lightning.memory.values.op_traits import traits
 from ctdr_lightning.memory.values.tensors import tensors_in
 
@@ -24,6 +26,7 @@ _SCHEMA = (
     "ScalarType wide, ScalarType summed, bool[] wanted) -> Tensor[]"
 )
 _N_OF_HARD_TARGETS = 4
+See = Callable[[OpOverload, tuple[Any, ...], dict[str, Any], Any], None]
 
 
 class _Loop(NamedTuple):
@@ -156,7 +159,8 @@ def cross_entropy_chunks(*args: Any) -> list[Tensor]:
         *args: The fields of `_Loop`.
     """
     loop = _Loop(*args)
-    return loop.fill(loop.results())
+    with _Calls(_tell) if active_trackers() else nullcontext():
+        return loop.fill(loop.results())
 
 
 @cross_entropy_chunks.register_fake
@@ -167,36 +171,16 @@ def _looks(*args: Any) -> list[Tensor]:
 CHUNKS: OpOverload = torch.ops.ctdr_lightning.cross_entropy_chunks.default
 
 
-class Round(TorchDispatchMode):
-    """The calls of one round of a loop, and the bytes of the tensors that they make.
+class _Calls(TorchDispatchMode):
+    """Shows the calls within an operator.
 
     Args:
         see: Called with each op, its arguments and its result.
-
-    Attributes:
-        levels: Bytes in addition to the loop's results, with the result of each call.
-        n_rounds: The loop's rounds; of the last one its share of rows.
     """
 
-    def __init__(self, see: Callable[[OpOverload, tuple[Any, ...], dict[str, Any], Any], None]) -> None:
+    def __init__(self, see: See) -> None:
         super().__init__()
-        self.levels: list[int] = []
-        self.n_rounds = 1.0
-        self._see, self._bytes = see, 0
-
-    def of(self, args: tuple[Any, ...]) -> Round:
-        """Run the first round.
-
-        Args:
-            args: The operator's arguments; tensors are fake.
-        """
-        loop = _Loop(*args)
-        few = _Loop(loop.hidden[: loop.n_rows], *loop[1:3], [t[: loop.n_rows] for t in loop.rows], *loop[4:])
-        self.n_rounds = len(loop.hidden) / max(len(few.hidden), 1)
-        results = few.results()
-        with self:
-            few.fill(results)
-        return self
+        self._see = see
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -210,13 +194,48 @@ class Round(TorchDispatchMode):
         if composed is not NotImplemented:
             return composed
         out = func(*args, **kwargs)
+        self._see(func, args, kwargs, out)
+        return out
+
+
+def _results(out: Any) -> Iterable[Tensor]:
+    return tensors_in(out if type(out) in (tuple, list) else (out,))
+
+
+def _tell(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    tell_trackers(_results(out))
+
+
+class Round:
+    """One round of a loop: its calls, and the bytes of the tensors that they make.
+
+    Args:
+        args: The operator's arguments; tensors are fake.
+        see: Called with each op, its arguments and its result.
+
+    Attributes:
+        levels: Bytes in addition to the loop's results, with the result of each call.
+        n_rounds: The loop's rounds; of the last one its share of rows.
+    """
+
+    def __init__(self, args: tuple[Any, ...], see: See) -> None:
+        self.levels: list[int] = []
+        self._see, self._bytes = see, 0
+        loop = _Loop(*args)
+        states, rows = loop.hidden[: loop.n_rows], [t[: loop.n_rows] for t in loop.rows]
+        first = _Loop(states, loop.weight, loop.bias, rows, *args[4:])
+        self.n_rounds = len(loop.hidden) / max(len(states), 1)
+        results = first.results()
+        with _Calls(self._saw):
+            first.fill(results)
+
+    def _saw(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         op = traits(func)
-        for tensor in () if op.view or op.written else tensors_in(out if type(out) in (tuple, list) else (out,)):
+        for tensor in () if op.view or op.written else _results(out):
             self._add(tensor.nbytes)
             weakref.finalize(tensor, self._add, -tensor.nbytes)
         self.levels.append(self._bytes)
         self._see(func, args, kwargs, out)
-        return out
 
     def _add(self, n_bytes: int) -> None:
         self._bytes += n_bytes

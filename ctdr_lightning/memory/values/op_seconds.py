@@ -90,7 +90,7 @@ def behind_host(device: DeviceModel, seconds: Iterable[float]) -> list[float]:
 def _loop_seconds(device: DeviceModel, args: tuple[Any, ...]) -> float:
     """Time of our own loop over chunks: that of a round, times their number."""
     seconds: list[float] = []
-    one = Round(lambda *call: seconds.append(op_seconds(device, *call))).of(args)
+    one = Round(args, lambda *call: seconds.append(op_seconds(device, *call)))
     n_rounds = ceil(one.n_rounds)
     every = seconds * n_rounds
     return one.n_rounds / n_rounds * sum(behind_host(device, every) if device.is_gpu else every)

@@ -12,6 +12,7 @@ from ctdr_lightning.memory.lazy import chunked_loss
 from ctdr_lightning.memory.lazy.chunked_loss import LossTerms, chunked_cross_entropy
 from ctdr_lightning.memory.lazy.heads import LazyHeads
 from ctdr_lightning.memory.values import chunk_loop
+from ctdr_lightning.memory.values.live_bytes import PeakMeter
 
 WIDTH, CLASSES, ROWS = 256, 8000, 4100
 TERMS = {"mean": {}, "smoothed": {"label_smoothing": 0.1}, "each": {"reduction": "none"}}
@@ -76,6 +77,16 @@ def test_a_step_on_fake_tensors_has_the_bytes_of_a_real_one(terms):
     real, fake = record(lambda: step(net, batch)), record_fake(net, batch, step)
     assert [op.name for op in real.ops] == [op.name for op in fake.ops]
     assert simulate(real).peak_bytes == simulate(fake).peak_bytes
+
+
+@pytest.mark.parametrize("terms", TERMS)
+def test_its_memory_counts_where_a_step_is_measured(terms):
+    net, batch, step = Net(True), (torch.randn(ROWS, WIDTH), torch.randint(CLASSES, (ROWS,))), step_of(terms)
+    trace = record(lambda: step(net, batch))
+    net.zero_grad()
+    with PeakMeter() as meter:
+        step(net, batch).backward()
+    assert meter.live.peak == simulate(trace).peak_bytes - trace.resident_bytes
 
 
 def test_steps_of_two_batches_have_the_same_ops():
