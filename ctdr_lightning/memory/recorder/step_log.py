@@ -339,7 +339,7 @@ class StepLog:
         self._lives.look(self.tick)
         wait_for_threads(self._storages)
         if evicting:
-            held = dict.fromkeys(range(len(self._storages)), n_ticks)
+            held = dict.fromkeys(range(len(self._storages)), n_ticks - 1)  # what outlives the step is its own
         storages = records_of(self._storages, held, n_ticks)
         values = tuple(
             ValueRecord(storage, op, shape, dtype, self._overwritten_at.get(i, n_ticks), tuple(saves.get(i, ())), pin)

@@ -26,6 +26,7 @@ from ctdr_lightning.basics.torch_private import OpOverload
 from ctdr_lightning.memory.simulator.evicted import SMALL_SHARE, EvictedSet
 from ctdr_lightning.memory.tape.clock import Clock, Timed
 from ctdr_lightning.memory.tape.verifier import Verifier
+from ctdr_lightning.memory.values.chunk_loop import CHUNKS, chunk_bytes
 from ctdr_lightning.memory.values.live_bytes import LiveBytes
 from ctdr_lightning.memory.values.op_seconds import op_seconds
 from ctdr_lightning.memory.values.op_traits import may_run_twice, traits
@@ -234,14 +235,8 @@ class Evictor:
             for value in made:
                 value.eviction = Evictable(value, 0, self._now)
                 value.eviction.evicted = EvictedSet(seconds)
-                base = next(
-                    (
-                        s.eviction
-                        for s in node.sources()
-                        if s.eviction is not None and s.storage_ref is value.storage_ref
-                    ),
-                    None,
-                )
+                near = (s.eviction for s in node.sources() if s.storage_ref is value.storage_ref)
+                base = next((eviction for eviction in near if eviction is not None), None)
                 if base is not None:
                     value.eviction.join_family(base)
         self.make_room()
@@ -278,6 +273,9 @@ class Evictor:
         Raises:
             OutOfMemoryError: If nothing is left to evict.
         """
+        if func is CHUNKS:  # the one op whose workspace is known before it runs, and may be most of the step
+            self.reserve_bytes = max(self.reserve_bytes, chunk_bytes(args))
+            self.make_room()
         result = self._until_it_fits(
             lambda: run(func, args, kwargs), may_repeat=lambda: may_run_twice(func, args, kwargs)
         )

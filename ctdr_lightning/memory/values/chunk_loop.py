@@ -171,6 +171,22 @@ def _looks(*args: Any) -> list[Tensor]:
 CHUNKS: OpOverload = torch.ops.ctdr_lightning.cross_entropy_chunks.default
 
 
+def chunk_bytes(args: tuple[Any, ...]) -> int:
+    """Bytes that a loop takes while it makes the logarithms of a chunk, its results included.
+
+    Args:
+        args: The operator's arguments.
+    """
+    loop = _Loop(*args)
+    results = sum(
+        t.numel() * dtype.itemsize
+        for t, dtype, wanted in zip(args[:3], (loop.hidden.dtype, loop.summed, loop.summed), loop.wanted, strict=True)
+        if wanted
+    )
+    n_logits = min(loop.n_rows, len(loop.hidden)) * len(loop.weight)
+    return results + n_logits * (loop.weight.element_size() + loop.wide.itemsize)
+
+
 class _Calls(TorchDispatchMode):
     """Shows the calls within an operator.
 

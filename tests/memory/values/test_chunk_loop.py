@@ -112,3 +112,18 @@ def test_torch_finds_the_operator_well_formed(soft, wanted, monkeypatch):
     (args,) = calls
     args = torch.utils._pytree.tree_map_only(torch.Tensor, torch.detach, args)
     torch.library.opcheck(chunk_loop.cross_entropy_chunks, args, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_a_recording_under_a_budget_makes_room_for_a_chunk_and_knows_gradients_of_the_forward():
+    net, step = Net(False), step_of("mean")
+    net.body = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+    batch = torch.randn(ROWS, WIDTH), torch.randint(CLASSES, (ROWS,))
+    plain = record(lambda: step(net, batch))
+    (loss,) = (op for op in plain.ops if op.name.startswith("ctdr_lightning."))
+    budget_bytes = loss.temp_bytes + sum(p.nbytes for p in net.parameters()) + 4 * batch[0].nbytes
+    assert simulate(plain).peak_bytes - plain.resident_bytes > 1.1 * budget_bytes
+    net.zero_grad()
+    with PeakMeter() as meter:
+        found = record(lambda: step(net, batch), budget_bytes=budget_bytes)
+    assert meter.live.peak <= budget_bytes
+    assert simulate(found).peak_bytes == simulate(plain).peak_bytes
