@@ -281,7 +281,7 @@ class _Search:
         if not held:
             return None
         made = min(held, key=lambda timeline: timeline.seconds)
-        # A GPU's allocator served no faster plan for the largest batch of ResNet-50 and GPT-2 on four cards: 0 of 14.
+        # A GPU's allocator served no faster plan for the largest batch of ResNet-50 and GPT-2 on three cards: 0 of 14.
         found = self._planned(step, self._limit_bytes) if made.replays and step.trace.device != "cuda" else None
         if found is not None and found.seconds < made.seconds and self._holds(found):
             made = found
@@ -291,8 +291,8 @@ class _Search:
 def _carried(made: Timeline, step: Prepared) -> Timeline:
     """The actions of a timeline for the same step of another batch.
 
-    A loop over parts of a batch, such as the chunks of a loss, is the one difference between their ops; its values keep
-    their defaults.
+    A loop over parts of a batch, such as an argmax over left-out outputs, is the one difference between their ops; its
+    values keep their defaults.
     """
     source, target, actions = made.trace, step.trace, made.actions
     names, others = ([op.name for op in trace.ops] for trace in (source, target))
