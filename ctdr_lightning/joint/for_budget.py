@@ -68,6 +68,7 @@ def fit_to_budget(
     beside_bytes: int | Callable[[nn.Module], int] = 0,
     account: Account | None = None,
     given: BudgetFit | None = None,
+    spare: Callable[[Callable[[Any, Any], Tensor], int], bool] = lambda step, budget_bytes: False,
     progress: bool = True,
 ) -> BudgetFit:
     """Choose ranks and memory plan together, and factorize the model in place.
@@ -106,6 +107,8 @@ def fit_to_budget(
         account: In the place of ``optimizer`` and ``beside_bytes``: from a candidate's recorded step and the candidate
             to the account of a batch.
         given: An earlier answer, perhaps edited: its choices are priced, planned and timed anew, nothing else is tried.
+        spare: From the step that is priced and the budget to whether an exact means of the caller's, such as smaller
+            batches, keeps that. Asked where the dense model does not fit, before a cut that loses something.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -113,7 +116,7 @@ def fit_to_budget(
 
     Raises:
         ConfigError: If an argument cannot be used.
-        InfeasibleBudgetError: If nothing fits; it names the least peak and the KL at it.
+        InfeasibleBudgetError: If nothing fits, with the least peak and the KL at it; or if ``spare`` is true.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
@@ -135,8 +138,7 @@ def fit_to_budget(
     asked: dict[str, Any] = {"select": select, "method": method, "progress": progress, "flops": _refining_flops(model)}
     with one_bar(progress), bench_of(model, drawn, step, **asked) as bench:
         with unmoved(model), closing(bar):
-            held_out = [*bench.judging, *unseen]
-            judge = MetricJudge(metric, model, held_out, step) if metric is not None else None
+            judge = MetricJudge(metric, model, [*bench.judging, *unseen], step) if metric is not None else None
             with unmoved(model):  # BatchNorm's statistics are as they were when the batches are looked at
                 pricer = Pricer(model, step, drawn[0], account)
                 pricer, lean = _lean_pricer(pricer, model, drawn[0], limits, tiles) if rounding else (pricer, None)
@@ -144,13 +146,13 @@ def fit_to_budget(
             allowance = _allowance(max_loss, limits, bench, judge)
             harmless = AllowedLoss(partial(_usual_loss, bench), bench.refined) if max_loss is None else allowance
             negligible = partial(_negligible_loss, bench)
-            search = JointSearch(bench, forward, pricer, limits, allowance, harmless, negligible, lambda: next(bar))
+            asks = partial(spare, pricer.step, limits.peak_bytes or 0)
+            search = JointSearch(bench, forward, pricer, limits, allowance, harmless, negligible, asks, bar.__next__)
             found = _refined(bench, search, search.run() if given is None else search.given(given.choices))
         report = _report(bench, found, search.considered[DENSE.share, DENSE.resource].parameters)
         if found.trial is not None:
             bench.adopt(found.trial)
-    fit = _fit(found, report, search, pricer, limits, perf_counter() - begin_s)
-    fit = _told_lean(fit, model, lean)
+    fit = _told_lean(_fit(found, report, search, pricer, limits, perf_counter() - begin_s), model, lean)
     return fit if judge is None or max_loss is None else replace(fit, metric=_change(judge, found, max_loss))
 
 

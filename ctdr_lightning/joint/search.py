@@ -67,6 +67,7 @@ class JointSearch:
         allowance: The allowed loss of its ranks.
         harmless: Their allowed loss where the dense model fits by a plan that takes longer than wished.
         negligible: A divergence, in nats, below which candidates lose alike; asked for with the first one.
+        spare: Asked before a cut of any loss: whether an exact means of the caller's keeps the budget.
         note: Called with each candidate.
 
     Attributes:
@@ -83,10 +84,11 @@ class JointSearch:
         allowance: Allowance,
         harmless: Allowance,
         negligible: Callable[[], float] = lambda: 0.0,
+        spare: Callable[[], bool] = lambda: False,
         note: Callable[[], object] = lambda: None,
     ) -> None:
         self._bench, self._model, self._forward = bench, bench.model, forward
-        self._pricer, self._note, self._negligible = pricer, note, negligible
+        self._pricer, self._note, self._negligible, self._spare = pricer, note, negligible, spare
         self._ladders = Ladders(bench, hurried=pricer.is_long, enough=negligible)
         self._limits, self._allowance, self._harmless = limits, allowance, harmless
         self._shortfall = Shortfall(pricer)
@@ -99,7 +101,8 @@ class JointSearch:
         """The answer.
 
         Raises:
-            InfeasibleBudgetError: If nothing keeps to the limits; it names the least peak and the loss at it.
+            InfeasibleBudgetError: If nothing keeps to the limits, with the least peak and the loss at it; or if only
+                cuts that lose something do, and the caller has an exact means.
         """
         for slowdown, allowance in self._passes():
             found = self._first(slowdown, allowance)
@@ -107,14 +110,21 @@ class JointSearch:
                 return self.keep(found)
         raise self._infeasible()
 
-    def _passes(self) -> list[tuple[float, Allowance]]:
+    def _passes(self) -> Iterator[tuple[float, Allowance]]:
         """Limits of time and loss in the order in which they give way: time before accuracy."""
         wish, any_loss, harmless = self._limits.slowdown, self._allowance, self._harmless
         if not self._limits.wished:
-            return [(wish, any_loss)]
-        lossy = [] if self.look(DENSE).plan is not None else [(wish * PATIENT, any_loss)]
-        found = [(wish, harmless), (wish * PATIENT, harmless), *lossy, (math.inf, any_loss)]
-        return list(dict.fromkeys(found))
+            yield wish, any_loss
+            return
+        yield wish, harmless
+        yield wish * PATIENT, harmless
+        dense = self.look(DENSE)
+        if dense.plan is None:
+            if self._spare():
+                raise self._shortfall.spared(self._limits, dense)
+            if any_loss is not harmless:
+                yield wish * PATIENT, any_loss
+        yield math.inf, any_loss
 
     def _first(self, slowdown: float, allowance: Allowance) -> PricedChoice | None:
         """The first candidate within a time and an allowed loss, with the reason; None if there is none."""

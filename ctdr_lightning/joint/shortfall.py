@@ -60,6 +60,21 @@ class Shortfall:
             least_peak_bytes=least.peak_bytes,
         )
 
+    def spared(self, limits: Limits, dense: PricedChoice) -> InfeasibleBudgetError:
+        """The error where the caller has an exact means, and a cut would lose something.
+
+        Args:
+            limits: To which the dense model and cuts that lose next to nothing do not keep.
+            dense: The dense model, which no plan fits.
+        """
+        assert limits.peak_bytes is not None
+        budget, least = format_bytes(limits.peak_bytes), format_bytes(dense.row.peak_bytes)
+        return InfeasibleBudgetError(
+            f"No cut that loses next to nothing fits {budget}, nor does the dense model: its least peak is {least}.",
+            f'Raise memory_budget to {format_roomy(dense.row.peak_bytes)}, or allow any cut with rank="auto".',
+            least_peak_bytes=dense.row.peak_bytes,
+        )
+
     @doing("plan")
     def _thriftiest(self, found: PricedChoice, seconds: float) -> Plan:
         """A candidate's plan of least peak within a time: its row may name a floor, which no plan reaches."""

@@ -37,7 +37,7 @@ from ctdr_lightning.trainer.training_step.optimizer.in_backward import StepInBac
 from ctdr_lightning.trainer.training_step.optimizer.states import OptimizerStates
 from ctdr_lightning.trainer.training_step.pipeline import StepRunner
 from ctdr_lightning.trainer.training_step.retry.retry import is_out_of_memory
-from ctdr_lightning.trainer.training_step.sub_batches.checks import batch_norm_of, sub_batch_hindrance
+from ctdr_lightning.trainer.training_step.sub_batches.foreseen import fits_in_parts, options_in_parts
 from ctdr_lightning.trainer.training_step.sub_batches.parts import can_be_cut
 from ctdr_lightning.trainer.training_step.sub_batches.sub_batches import SubBatches
 
@@ -106,7 +106,7 @@ class FitRun:
         Raises:
             InfeasibleBudgetError: This error, where an argument, the module or the trainer speaks against it.
         """
-        cut = _in_parts(options, trainer, module)
+        cut = options_in_parts(options, trainer, module)
         if cut is None:
             raise error
         if options.verbose:
@@ -214,8 +214,8 @@ class FitRun:
             return None
         automatic = self._options.fits_budget and self._options.choices is None
         account = partial(candidate_account, trainer, self._options)
-        tiles = partial(_may_tile, self._options, trainer, module)
-        self._choice = AutoRank(trainer, self._options, account, tiles) if automatic else None
+        may_cut = partial(_may_cut, self._options, trainer, module)
+        self._choice = AutoRank(trainer, self._options, account, may_cut, fits_in_parts) if automatic else None
         return self._choice or TrainingData(trainer)
 
     def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
@@ -387,14 +387,6 @@ class FitRun:
             self.coach.load_state_dict(state.recovery)
 
 
-def _in_parts(options: CallbackOptions, trainer: Trainer, module: LightningModule) -> CallbackOptions | None:
-    """The arguments for batches in parts; None where an argument, the module or the trainer speaks against these."""
-    cut = options.in_parts()
-    hindered = cut is None or batch_norm_of(module) or sub_batch_hindrance(trainer, module)
-    return None if hindered else cut
-
-
-def _may_tile(options: CallbackOptions, trainer: Trainer, module: LightningModule, batch: Any) -> bool:
-    """Whether modules may run in tiles: batches in parts, where they may run so, take less time."""
-    in_parts = _in_parts(options, trainer, module) is not None and can_be_cut(batch)
-    return options.prefers_dense and not in_parts
+def _may_cut(options: CallbackOptions, trainer: Trainer, module: LightningModule, batch: Any) -> bool:
+    """Whether a batch may run in parts."""
+    return options_in_parts(options, trainer, module) is not None and can_be_cut(batch)

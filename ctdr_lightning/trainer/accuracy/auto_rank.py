@@ -16,7 +16,8 @@ from ctdr_lightning.decomposition import Report
 from ctdr_lightning.joint.budget_fit import BudgetFit
 from ctdr_lightning.joint.for_budget import fit_to_budget
 from ctdr_lightning.joint.metric import MetricLike, alone, is_torchmetric, name_of
-from ctdr_lightning.memory import Trace
+from ctdr_lightning.joint.pricing import Account
+from ctdr_lightning.memory import Trace, record_fake
 from ctdr_lightning.memory.account.batch import BatchAccount
 from ctdr_lightning.trainer.accuracy.training_data import TrainingData
 from ctdr_lightning.trainer.fake_trainer import optimizers_of
@@ -24,6 +25,7 @@ from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.randomness import isolated
 
 AccountOf = Callable[[Optimizer | None, Any, Trace, nn.Module], BatchAccount]
+PricedStep = Callable[[Any, Any], Tensor]
 _HINT = "Write a share such as rank=0.5, which needs no training step; or call fit_to_budget on the network itself."
 
 
@@ -35,17 +37,23 @@ class AutoRank(TrainingData):
         options: The callback's.
         account: From the optimizer, the first batch, a candidate's recorded step and the candidate to the account of
             a batch.
-        tiles: From the first batch to whether modules may run in tiles where no plan of the dense step fits.
+        may_cut: From the first batch to whether it may run in parts where no plan of the dense step fits.
+        fits_in_parts: From trainer, copy, batch, step, a part's account and budget to whether parts keep the budget.
 
     Attributes:
         fit: The choice; None before, and on other ranks.
     """
 
     def __init__(
-        self, trainer: Any, options: CallbackOptions, account: AccountOf, tiles: Callable[[Any], bool]
+        self,
+        trainer: Any,
+        options: CallbackOptions,
+        account: AccountOf,
+        may_cut: Callable[[Any], bool],
+        fits_in_parts: Callable[..., bool],
     ) -> None:
         super().__init__(trainer)
-        self._asked, self._account, self._tiles = options, account, tiles
+        self._asked, self._account, self._may_cut, self._fits = options, account, may_cut, fits_in_parts
         self.fit: BudgetFit | None = None
 
     def decompose(self, module: LightningModule, options: Mapping[str, Any], change: bool) -> Report:
@@ -74,15 +82,26 @@ class AutoRank(TrainingData):
     def _decomposed(
         self, double: LightningModule, batches: Sequence[Any], step: Callable[[Any, Any], Any], options: Any
     ) -> Report:
-        asked = self._asked
+        asked, first = self._asked, batches[0][1]
+        account, in_parts = partial(self._account, _optimizer(double), first), self._may_cut(first)
         self.fit = fit_to_budget(
             double, partial(_loss, self._trainer, step), batches, asked.memory_budget,
             max_slowdown=asked.max_slowdown, max_loss=asked.max_loss, method=asked.method, select=asked.select,
             metric=self._metric(double), progress=asked.verbose, prefer_dense=asked.prefers_dense,
-            rounding=asked.rounding, tiles=self._tiles(batches[0][1]),
-            account=partial(self._account, _optimizer(double), batches[0][1]),
+            rounding=asked.rounding, tiles=asked.prefers_dense and not in_parts, account=account,
+            spare=partial(self._fits_in_parts, double, batches[0], account) if in_parts else _never,
         )  # fmt: skip
         return self.fit.report
+
+    def _fits_in_parts(
+        self, double: LightningModule, numbered: tuple[int, Any], account: Account, step: PricedStep, budget_bytes: int
+    ) -> bool:
+        index, batch = numbered
+
+        def of_part(part: Any) -> BatchAccount:
+            return account(record_fake(double, (index, part), step), double)
+
+        return self._fits(self._trainer, double, batch, lambda few: step(double, (index, few)), of_part, budget_bytes)
 
     def _metric(self, double: LightningModule) -> MetricLike | None:
         """The metric in a form for a copy, without the other ranks."""
@@ -91,6 +110,10 @@ class AutoRank(TrainingData):
             return metric
         alone(double)  # a function may use the module's own metrics
         return _on_module(self._trainer, metric)
+
+
+def _never(step: PricedStep, budget_bytes: int) -> bool:
+    return False
 
 
 def _loss(trainer: Any, step: Callable[[Any, Any], Any], module: LightningModule, batch: Any) -> Tensor:

@@ -137,10 +137,10 @@ class Sorter(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def sort(chosen, *callbacks, **options):
+def sort(chosen, *callbacks, batch_size=1024, **options):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2048, 64, generator=generator)
-    rows = DataLoader(TensorDataset(x, x.argmax(1) % 4), batch_size=1024)
+    rows = DataLoader(TensorDataset(x, x.argmax(1) % 4), batch_size=batch_size)
     torch.manual_seed(0)
     return parts.fit(chosen, *callbacks, data=(rows, None), **{"max_epochs": 1, **options})
 
@@ -166,6 +166,43 @@ def test_batches_run_in_parts_where_no_ranks_and_no_plan_fit(tmp_path):
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     assert CTDRCallback.from_checkpoint(tmp_path / "last.ckpt").options.sub_batches == "auto"
     sort(Sorter(), callback(budget), max_epochs=3, ckpt_path=tmp_path / "last.ckpt")
+
+
+@pytest.fixture(scope="module")
+def least():
+    """The least peaks of the sorter's dense model, and of all cuts."""
+    made = callback(ROOM, rounding=False)
+    sort(Sorter(), made)
+    return plan(made.fit.plan.trace, Budget(seconds=math.inf)).peak_bytes, refused(Sorter(), rounding=False)
+
+
+class Wide(Sorter):
+    """Weights and their gradients are most of its memory, which batches in parts do not divide."""
+
+    def __init__(self):
+        super().__init__()
+        wide = [layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.ReLU())]
+        self.net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), *wide, nn.Linear(256, 4))
+
+
+def test_batches_run_in_parts_rather_than_with_a_cut_that_loses_something(least, caplog):
+    chosen, made = Sorter(), callback(sum(least) // 2, verbose=True)
+    sort(chosen, made)
+    assert n_factorized(chosen) == 0
+    assert "No cut that loses next to nothing fits" in caplog.text
+
+
+@pytest.mark.usefixtures("harmless")
+def test_a_harmless_cut_comes_before_batches_in_parts(least):
+    chosen = Sorter()
+    sort(chosen, callback(sum(least) // 2))
+    assert n_factorized(chosen) > 0
+
+
+def test_layers_are_cut_where_batches_in_parts_do_not_fit_either():
+    chosen = Wide()
+    sort(chosen, callback("1.5MiB"), batch_size=64)
+    assert n_factorized(chosen) > 0
 
 
 def summed(logits, classes):

@@ -50,7 +50,7 @@ class SubBatchPeaks:
         sizes: list[int],
         inputs: Inputs,
         budget_bytes: int,
-        policy: str,
+        policy: str = "auto",
     ) -> None:
         self._account_of, self._sizes, self._inputs = account, sizes, inputs
         self._limit_bytes, self._policy = int(budget_bytes / _ROOM), policy
