@@ -32,6 +32,7 @@ TABLES: dict[str, tuple[str, ...]] = {
     "promise": ("--rounds", "3"),
     "joint": ("--nets", "D", "--rounds", "3"),
     "one_number": ("--nets", "C", "--shares", "0.7", "0.5", "--rounds", "3"),
+    "new_user": ("--jobs", "U-Net", "--shares", "0.55"),
     "logits": ("--models", "gpt2", "--words", "8000", "--rounds", "3"),
     "tiles": ("--nets", "LeNet", "AlexNet"),
     "sharded": ("--kinds", "h100", "--cards", "8", "--layers", "2", "--depths", "2"),
@@ -50,6 +51,7 @@ TABLES: dict[str, tuple[str, ...]] = {
     "digits": ("--seeds", "1"),
     "accuracy_curve": ("--seeds", "1"),
     "recovery": ("scratch", "--seeds", "1"),
+    "from_scratch": ("C", "--seeds", "1"),
     "ranks": ("--cases", "C8 V4", "--seeds", "0"),
 }
 

@@ -81,14 +81,24 @@ class _Module(LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.0)
 
 
-class _Peaks(Callback):
-    """The true peak of each batch: the bytes before it, and the profiler's events meanwhile."""
+class Peaks(Callback):
+    """The true peak of each batch: the bytes before it, and the profiler's events meanwhile.
 
-    def __init__(self) -> None:
+    Args:
+        first_counted: The first batch that counts; some before it are profiled, so that frees of what they left count.
+        epochs: Later epochs are not profiled.
+
+    Attributes:
+        most_bytes: The largest.
+    """
+
+    def __init__(self, first_counted: int = _FIRST_COUNTED, epochs: int = 1) -> None:
+        self._first_counted, self._epochs = first_counted, epochs
         self.most_bytes = self._standing_bytes = 0
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx >= _FIRST_PROFILED:
+        """Begin to profile the batch."""
+        if self._profiles(trainer, batch_idx):
             gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
             state = [entry for of in trainer.optimizers[0].state.values() for entry in of.values()]
             standing = [*pl_module.parameters(), *pl_module.buffers(), *gradients, *state, *batch]
@@ -97,24 +107,35 @@ class _Peaks(Callback):
             self._profiler.start()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx >= _FIRST_PROFILED:
-            self._profiler.stop()
-        if batch_idx >= _FIRST_COUNTED:
+        """Read the batch's peak."""
+        if not self._profiles(trainer, batch_idx):
+            return
+        self._profiler.stop()
+        if batch_idx >= self._first_counted:
             events = [e for e in profiler_events(self._profiler) if e.name() == "[memory]"]
             ordered = [e.nbytes() for e in sorted(events, key=_start_ns) if e.device_type() == DeviceType.CPU]
             self.most_bytes = max(self.most_bytes, self._standing_bytes + max(accumulate(ordered, initial=0)))
 
+    def _profiles(self, trainer: Any, batch_idx: int) -> bool:
+        return trainer.current_epoch < self._epochs and batch_idx >= _FIRST_PROFILED
 
-class _Times(Callback):
-    """Thread time of each batch."""
+
+class Times(Callback):
+    """Thread time of each batch.
+
+    Attributes:
+        seconds: Of each, in order.
+    """
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Start the clock."""
         self.seconds.append(-thread_time())
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Stop it."""
         self.seconds[-1] += thread_time()
 
 
@@ -134,7 +155,7 @@ def fitted(net: Net, batches: Sequence[Any], callbacks: Iterable[Callback]) -> _
 
 def trained_for(net: Net, batches: Sequence[Any], callbacks: Iterable[Callback]) -> tuple[_Module, int]:
     """A fit of one epoch; returns the module and the largest peak of its batches."""
-    peaks = _Peaks()
+    peaks = Peaks()
     return fitted(net, batches, [*callbacks, peaks]), peaks.most_bytes
 
 
@@ -165,7 +186,7 @@ def measured(net: Net, batches: Sequence[Any], share: float, dense_bytes: int, r
 
 def _in_parts(net: Net, batches: Sequence[Any], budget: int) -> float:
     """Time of a batch that runs in parts over that of a plain one."""
-    plain, ours = _Times(), _Times()
+    plain, ours = Times(), Times()
     fitted(net, batches, [plain])
     fitted(net, batches, [CTDRCallback(memory_budget=budget), ours])
     return median(ours.seconds[_FIRST_COUNTED:]) / median(plain.seconds[_FIRST_COUNTED:])

@@ -19,12 +19,12 @@ from ctdr_lightning.trainer.training_step.memory_stage import MemoryStage
 
 @dataclass(frozen=True)
 class PlanPeaks:
-    """Predictions for the largest kind of step; 0 where nothing is planned.
+    """Predictions for a run's batches; 0 where nothing is planned.
 
     Attributes:
-        predicted_bytes: Peak of its batch under its plan.
-        unplanned_bytes: Peak of its batch without a plan.
-        slowdown: Seconds under its plan, in plain steps of the same model.
+        predicted_bytes: The highest peak of a batch under its plan.
+        unplanned_bytes: The highest peak of a batch without a plan.
+        slowdown: Of the kind of step with that peak: seconds under its plan, in plain steps of the same model.
     """
 
     predicted_bytes: int = 0
@@ -70,14 +70,18 @@ class MemoryReport:
         return found | self._transfers(shown) if self._memory.offloads else found
 
     def plan_peaks(self) -> PlanPeaks:
-        """The largest peak of the run's kinds of steps, predicted with and without their plans."""
+        """The largest peaks of the run's kinds of steps, predicted with and without their plans.
+
+        Under a budget a smaller batch, as the last of an epoch, often peaks as high as the others: it keeps more.
+        """
         plans = self._memory.session.plans if self._memory.session is not None else ()
         if not plans:
             return PlanPeaks()
-        largest = max(plans, key=lambda plan: plan.peak_bytes)
         rest_bytes = self._memory.rest_peak_bytes
-        unplanned_bytes = max(rest_bytes, simulate(largest.trace).peak_bytes)
-        return PlanPeaks(max(rest_bytes, largest.peak_bytes), unplanned_bytes, largest.slowdown)
+        plain = [simulate(plan.trace).peak_bytes for plan in plans]
+        unplanned_bytes, largest = max(zip(plain, plans, strict=True), key=lambda found: found[0])
+        predicted_bytes = max(plan.peak_bytes for plan in plans)
+        return PlanPeaks(max(rest_bytes, predicted_bytes), max(rest_bytes, unplanned_bytes), largest.slowdown)
 
     def over_budget_bytes(self) -> int:
         """The most by which a step of the run was seen to exceed the budget."""

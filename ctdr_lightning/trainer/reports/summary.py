@@ -104,7 +104,9 @@ def _kept(facts: RunFacts) -> str:
     known = max(measured, facts.peaks.predicted_bytes) if facts.counted else measured
     over = max(facts.over_bytes, known - facts.budget_bytes)
     if over > 0:
-        return f"Budget of {budget} kept: no, by {format_bytes(over)}."
+        unplanned = measured > 0 and known <= facts.budget_bytes
+        when = " That batch ran without a plan; measured ones with a plan kept it." if unplanned else ""
+        return f"Budget of {budget} kept: no, by {format_bytes(over)}.{when}"
     if not measured:
         return f"Budget of {budget} kept: not measured; Trainer(log_every_n_steps=) sets how often steps are."
     return f"Budget of {budget} kept: yes."

@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from ctdr_lightning import CTDRCallback, Recovery
 from ctdr_lightning.basics.gpu_memory import watch_peak
 from ctdr_lightning.basics.units import GIB
+from ctdr_lightning.memory import plan, record, simulate
 from ctdr_lightning.recovery import Distillation
 from ctdr_lightning.trainer.groups import grouped
 from ctdr_lightning.trainer.reports.memory_report import MemoryReport
@@ -267,6 +268,18 @@ def test_pinned_memory_is_logged_where_tensors_wait_in_it(pinned_bytes, logged):
         session=SimpleNamespace(), last_plan=None, rest_peak_bytes=0, offloads=True, most_pinned_bytes=pinned_bytes
     )
     assert MemoryReport(memory).predicted().get("ctdr/pinned_gib") == logged
+
+
+def test_the_closing_figures_are_those_of_the_largest_batches_not_of_the_last():
+    """Under a budget an epoch's last, smaller batch may peak higher than a whole one: it keeps more."""
+    net = torch.nn.Sequential(*(layer for _ in range(6) for layer in (torch.nn.Linear(16, 16), torch.nn.Tanh())))
+    traces = [record(lambda n=n: net(torch.ones(n, 16)).sum()) for n in (512, 448)]
+    plans = [plan(traces[0], simulate(traces[0]).peak_bytes * 4 // 5), plan(traces[1], policy="keep")]
+    memory = SimpleNamespace(session=SimpleNamespace(plans=plans), rest_peak_bytes=0)
+    peaks = MemoryReport(memory).plan_peaks()
+    assert peaks.predicted_bytes == plans[1].peak_bytes > plans[0].peak_bytes
+    assert peaks.unplanned_bytes == simulate(traces[0]).peak_bytes
+    assert peaks.slowdown == plans[0].slowdown
 
 
 def test_the_peak_of_an_interval_outlives_the_peaks_that_are_watched_within(monkeypatch):

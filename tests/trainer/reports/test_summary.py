@@ -33,12 +33,15 @@ def test_every_number_has_its_place():
     assert "Budget" not in text
 
 
+OTHERS_KEPT_IT = "That batch ran without a plan; measured ones with a plan kept it."
+
+
 @pytest.mark.parametrize(
     ("measured_gib", "over_bytes", "verdict"),
     [
         (0.5, 0, "Budget of 1.00 GiB kept: yes."),
         (1.5, 0, "Budget of 1.00 GiB kept: no, by 512.0 MiB."),
-        (0.5, 2**20, "Budget of 1.00 GiB kept: no, by 1.0 MiB."),
+        (0.5, 2**20, f"Budget of 1.00 GiB kept: no, by 1.0 MiB. {OTHERS_KEPT_IT}"),
         (0.0, 2**20, "Budget of 1.00 GiB kept: no, by 1.0 MiB."),
         (0.0, 0, "Budget of 1.00 GiB kept: not measured; Trainer(log_every_n_steps=) sets how often steps are."),
     ],

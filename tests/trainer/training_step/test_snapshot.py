@@ -55,6 +55,17 @@ def test_marks_keep_nothing_alive():
     assert weight() is None
 
 
+def test_the_states_of_torchs_generators_count_among_the_copies():
+    net = nn.Linear(3, 2)
+    state_bytes = torch.get_rng_state().nbytes
+    assert Snapshot({"module": net}, set()).copied_bytes == state_bytes
+    net.register_buffer("seen", torch.zeros(7))
+    net.noise = torch.Generator()
+    snapshot = Snapshot({"module": net}, set())
+    assert snapshot.copied_bytes == 2 * state_bytes + 28
+    assert sum(held.nbytes for held in (*snapshot.copies, *snapshot.states)) == snapshot.copied_bytes
+
+
 def test_what_a_step_wrote_is_copied_before_the_next_one():
     net = nn.Linear(1, 1)
     net.seen = torch.zeros(SMALL_ELEMENTS + 1)

@@ -7,11 +7,14 @@ from collections import deque
 import pytest
 import torch
 from torch import nn
+from torchmetrics import MeanMetric
 
 from ctdr_lightning.trainer.training_step.retry import standing as module_under_test
 from ctdr_lightning.trainer.training_step.retry.reachable import mark, reachable
 from ctdr_lightning.trainer.training_step.retry.snapshot import OPTIMIZERS, Snapshot
 from ctdr_lightning.trainer.training_step.retry.standing import KEPT_AT_MOST_BYTES, Standing
+
+PAIR = (torch.ones(1), 0.9)
 
 
 class Slotted:
@@ -88,6 +91,7 @@ CHANGES = {
     "another module": lambda net, roots: net.net.__setitem__(0, nn.Linear(4, 4)),
     "the optimizer's state": step,
     "a learning rate": lambda net, roots: roots[OPTIMIZERS][0].param_groups[0].__setitem__("lr", 0.5),
+    "a tensor in a pair": lambda net, roots: roots[OPTIMIZERS][0].param_groups[0].__setitem__("betas", PAIR),
     "one more optimizer": lambda net, roots: roots[OPTIMIZERS].append(torch.optim.SGD(net.parameters(), 0.1)),
 }
 
@@ -111,8 +115,31 @@ def test_steps_that_change_numbers_alone_are_looked_through_once(walks):
         standing.reach(roots)
         step(net, roots)
         net.count += 1
-        roots[OPTIMIZERS][0].param_groups[0]["lr"] *= 0.5
+        group = roots[OPTIMIZERS][0].param_groups[0]
+        group["lr"] *= 0.5
+        group["betas"] = (group["betas"][0] * 0.9, 0.999)
     assert len(walks) == 1
+
+
+def test_a_module_with_a_metric_is_looked_through_once(walks):
+    net, roots = made()
+    net.metric = MeanMetric()
+    standing = Standing()
+    for _ in range(3):
+        Snapshot(roots, set(), standing)
+        standing.release()
+    assert len(walks) == 1
+
+
+def test_a_few_bytes_with_a_graph_are_freed_between_steps():
+    net, roots = made()
+    net.last = net.net[0](torch.ones(2, 4)).sum()
+    kept, standing = weakref.ref(net.last), Standing()
+    Snapshot(roots, set(), standing)
+    standing.release()
+    net.last = None
+    gc.collect()
+    assert kept() is None
 
 
 def test_a_snapshot_of_a_later_step_puts_back_what_stood_before_that_step():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -31,7 +32,8 @@ def candidate_account(
     """
     trained = [p for p in candidate.parameters() if p.requires_grad]
     sizes = [p.nbytes for p in trained]
-    copied_bytes = _copied_bytes(candidate, batch) if options.retry_on_oom else 0
+    on_cpu = trainer.strategy.root_device.type == "cpu"
+    copied_bytes = _copied_bytes(candidate, batch, on_cpu) if options.retry_on_oom else 0
     inside = options.optimizer_step is not None
     taken = predict_for(optimizer, trained, inside=inside)
     kept_bytes = sum(sizes) if options.keep_gradients else 0
@@ -42,8 +44,10 @@ def candidate_account(
     return account.adding(sizes) if trainer.accumulate_grad_batches > 1 else account
 
 
-def _copied_bytes(candidate: nn.Module, batch: Any) -> int:
+def _copied_bytes(candidate: nn.Module, batch: Any, on_cpu: bool) -> int:
     """Bytes of the copies by which a step that ran out of memory is put back: of all small tensors but the weights.
+
+    On a processor the state of torch's generator is one of them.
 
     A budget that is only just met without them is refused, or planned anew, once training makes them.
     """
@@ -51,4 +55,4 @@ def _copied_bytes(candidate: nn.Module, batch: Any) -> int:
     batched = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     small = [t for t in (*frozen, *candidate.buffers(), *batched) if t.numel() <= SMALL_ELEMENTS]
     n_bytes = sum(t.nbytes for t in {id(t): t for t in small}.values())
-    return with_room(n_bytes)
+    return with_room(n_bytes + (torch.get_rng_state().nbytes if on_cpu else 0))

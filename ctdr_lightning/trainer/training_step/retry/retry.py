@@ -140,7 +140,7 @@ class Retry(Layer):
         assert self._snapshot is not None
         if self._memory.copies(self._snapshot.copied_bytes) and self._memory.make_room():
             self._snapshot.forget_gradients()
-        return self._rest.forward(replace(step, copies=tuple(self._snapshot.copies)))
+        return self._rest.forward(replace(step, copies=(*self._snapshot.copies, *self._snapshot.states)))
 
     def backward(self, loss: Tensor, rest: Backward) -> None:
         """Run the backward; where it fails, forward and backward."""

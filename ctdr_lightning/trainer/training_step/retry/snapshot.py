@@ -48,6 +48,11 @@ class GlobalRandom:
         self._torch, self._python, self._numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
         self._cuda = {device: torch.cuda.get_rng_state(device) for device in devices}
 
+    @property
+    def states(self) -> list[Tensor]:
+        """The states in the memory that is planned: on a processor, torch's own."""
+        return [] if self._cuda else [self._torch]
+
     def put_back(self) -> None:
         """Set the generators to these states."""
         torch.set_rng_state(self._torch)
@@ -93,7 +98,7 @@ class Snapshot:
     Attributes:
         reach: The reachable objects.
         copied: Tensors of which there are copies.
-        copied_bytes: Size of the copies.
+        copied_bytes: Size of the copies and of generators' states.
     """
 
     def __init__(self, roots: Mapping[str, Any], written: set[Hashable], standing: Standing | None = None) -> None:
@@ -114,12 +119,12 @@ class Snapshot:
         copies = copies + [tensor.detach().clone() for index, tensor in chosen.items() if index >= n_known]
         self._copies = dict(zip(chosen, copies, strict=True))
         self.copied = [tensors[index][1] for index in self._copies]
-        self.copied_bytes = sum(own_part(copy).nbytes for copy in self._copies.values())
         self._arrays = {i: a.copy() for i, (_, a) in enumerate(self.reach.arrays) if a.size <= SMALL_ELEMENTS}
         self._generators = [(g, _generator_state(g)) for g in self.reach.generators]
         self._iterators = [iterator_state(thing) for _, thing in self.reach.iterators]
         devices = standing.once("devices", lambda: _cuda_devices(known.tensors)) | _cuda_devices(passing.tensors)
         self._random = GlobalRandom(sorted(devices))
+        self.copied_bytes = sum(own_part(copy).nbytes for copy in (*self.copies, *self.states))
         self._parameters = standing.once("parameters", lambda: _parameters(known.tensors)) + _parameters(
             passing.tensors
         )
@@ -151,6 +156,11 @@ class Snapshot:
     def copies(self) -> list[Tensor]:
         """The copies themselves."""
         return list(self._copies.values())
+
+    @property
+    def states(self) -> list[Tensor]:
+        """The states of torch's generators that take memory beside the copies."""
+        return [*(state for _, state in self._generators if isinstance(state, Tensor)), *self._random.states]
 
     def learn(self) -> int:
         """After a successful attempt: remember its writes to tensors that were not copied, for later steps.

@@ -21,14 +21,16 @@ from ctdr_lightning.trainer.training_step.retry.reachable import NOTHING_INSIDE,
 
 # No more than this remains between steps: an optimizer's step may need the memory.
 KEPT_AT_MOST_BYTES = 4 * 2**20
+# A metric's counts: a module that has one would be walked anew before each step, for 5 % of one of 70 ms.
+NEGLIGIBLE_BYTES = 2048
 T = TypeVar("T")
 
 
 class Standing:
     """Objects that can be reached from the module and the optimizers, as of the last step.
 
-    Only modules, their parameters and buffers, the optimizers' state and its containers are kept alive: if a walk finds
-    other tensors, it is repeated before each step.
+    Only modules, their parameters and buffers, the optimizers' state and its containers, and negligible tensors without
+    a graph are kept alive: if a walk finds other tensors, it is repeated before each step.
     """
 
     def __init__(self) -> None:
@@ -119,7 +121,7 @@ class Standing:
         if not isinstance(thing, dict) or not _same(list(thing), list(before)):
             return False
         pairs = zip(thing.values(), before.values(), strict=True)
-        if any(a is not b and not (type(a) in NOTHING_INSIDE and type(b) in NOTHING_INSIDE) for a, b in pairs):
+        if any(a is not b and not (_is_plain(a) and _is_plain(b)) for a, b in pairs):
             return False
         self._found.containers[index] = (thing, dict(thing))
         return True
@@ -170,11 +172,25 @@ def _same_contents(thing: Any, before: Any) -> bool:
     return thing == set(before) if isinstance(thing, set) else _same(thing, before)
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether no tensor is in a value: a number, a text, or a tuple of these, as Adam's betas under OneCycleLR."""
+    if type(value) is tuple:
+        return all(type(each) in NOTHING_INSIDE for each in value)
+    return type(value) in NOTHING_INSIDE
+
+
 def _stays(trail: Trail, tensor: Tensor) -> bool:
-    """Whether a tensor is a module's own or an optimizer's, so that to hold it for a while holds nothing longer."""
+    """Whether a tensor is a module's own, an optimizer's, or negligible, so that to hold it a while costs nothing."""
+    if _is_negligible(tensor):
+        return True
     parent, _ = trail
     if isinstance(tensor, nn.Parameter) or (parent is not None and parent[1] == "_buffers"):
         return True
     while parent is not None and parent[0] is not None:
         parent = parent[0]
     return parent is not None and parent[1] == "optimizers"
+
+
+def _is_negligible(tensor: Tensor) -> bool:
+    plain = tensor.layout == torch.strided and not tensor.requires_grad
+    return plain and type(tensor) is Tensor and tensor.untyped_storage().nbytes() <= NEGLIGIBLE_BYTES
