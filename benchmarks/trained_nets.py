@@ -101,7 +101,7 @@ def trained(name: str, seed: int = 0) -> Net:
     """
     path = FOLDER / f"{name}{seed}.pt"
     torch.manual_seed(seed)
-    task, epochs, rate = _TASKS[name]()
+    task, epochs, rate = TASKS[name]()
     if path.exists():
         task.model.load_state_dict(torch.load(path, weights_only=True))
     else:
@@ -117,7 +117,7 @@ def trained(name: str, seed: int = 0) -> Net:
 def _train(net: Net, model: nn.Module, epochs: int, seed: int, rate: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     steps = epochs * len(net.batches)
-    if net.name in _BY_ADAM:
+    if net.name in BY_ADAM:
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=1e-4, nesterov=True)
@@ -196,7 +196,9 @@ def _v() -> tuple[Net, int, float]:
     return Net("V", _VisionTransformer(), *digits(16), _shift_and_noise, 3e-4), 30, 2e-3
 
 
-class _GPT(nn.Module):
+class CharacterGPT(nn.Module):
+    """A small GPT on characters; its output has one logit a token."""
+
     def __init__(self, n_tokens: int, length: int, dropout: float = 0.0, width: int = 128, depth: int = 4) -> None:
         super().__init__()
         self.token, self.place = nn.Embedding(n_tokens, width), nn.Embedding(length, width)
@@ -205,6 +207,7 @@ class _GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, n_tokens)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (batch, length, tokens)."""
         x = self.token(tokens) + self.place.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(self.drop(x))
@@ -212,7 +215,8 @@ class _GPT(nn.Module):
 
 
 @lru_cache
-def _library_text(length: int, n_batches: int, n_held_out: int) -> tuple[list[Batch], list[Batch]]:
+def library_text(length: int, n_batches: int, n_held_out: int) -> tuple[list[Batch], list[Batch]]:
+    """Batches of 16 pieces of the standard library's sources, for training and held out."""
     sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     text = "".join(path.read_text(errors="ignore") for path in sources)
     characters = "".join(c for c in text if " " <= c <= "~" or c == "\n")
@@ -225,8 +229,8 @@ def _library_text(length: int, n_batches: int, n_held_out: int) -> tuple[list[Ba
 
 
 def _g() -> tuple[Net, int, float]:
-    batches = _library_text(96, 500, 16)
-    return Net("G", _GPT(96, 96), *batches, lambda tokens: tokens, 3e-4, is_text=True), 1, 2e-3
+    batches = library_text(96, 500, 16)
+    return Net("G", CharacterGPT(96, 96), *batches, lambda tokens: tokens, 3e-4, is_text=True), 1, 2e-3
 
 
 class _UNet(nn.Module):
@@ -327,11 +331,11 @@ def _m() -> tuple[Net, int, float]:
 
 
 def _h() -> tuple[Net, int, float]:
-    batches = _library_text(96, 500, 16)
-    return Net("H", _GPT(96, 96, dropout=0.1), *batches, lambda tokens: tokens, 3e-4, is_text=True), 1, 2e-3
+    batches = library_text(96, 500, 16)
+    return Net("H", CharacterGPT(96, 96, dropout=0.1), *batches, lambda tokens: tokens, 3e-4, is_text=True), 1, 2e-3
 
 
-_TASKS: dict[str, Callable[[], tuple[Net, int, float]]] = {
+TASKS: dict[str, Callable[[], tuple[Net, int, float]]] = {
     "C": _c, "D": _d, "R": _r, "V": _v, "G": _g, "U": _u, "L": _l, "X": _x, "M": _m, "H": _h
 }  # fmt: skip
-_BY_ADAM = "VGLXH"
+BY_ADAM = "VGLXH"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal, TypeVar
 
@@ -17,6 +17,7 @@ from ctdr_lightning.recovery.schedule import Phase, Recovery
 
 Move = Literal["go on", "cut", "roll back", "stop"]
 T = TypeVar("T")
+_LEVEL = 0.1  # share of the largest change: on small networks ranks hardly move afterwards, and earlier cuts lose more
 
 
 @dataclass
@@ -35,6 +36,8 @@ class Progress:
         raw: Metric right after the first cut.
         batchnorm: Metric after BatchNorm re-estimation.
         estimated_epoch: Last epoch with whose weights BatchNorm was re-estimated, so that none is twice.
+        spectra: With ``cut_epochs="auto"``: stable rank of each layer at the start of the last epoch entered.
+        changes: Likewise: mean relative change of these ranks over each epoch before, the oldest first.
     """
 
     stages: int = 1
@@ -48,6 +51,8 @@ class Progress:
     raw: float | None = None
     batchnorm: float | None = None
     estimated_epoch: int = -1
+    spectra: list[float] = field(default_factory=list)
+    changes: list[float] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as primitives."""
@@ -68,6 +73,8 @@ class Progress:
                 whole(f"recovery progress: {name}", getattr(read, name), least=-1)
             for name in ("metric", "reference", "raw", "batchnorm"):
                 _measured(f"recovery progress: {name}", getattr(read, name))
+            for name in ("spectra", "changes"):
+                _numbers(f"recovery progress: {name}", getattr(read, name))
         except ConfigError as error:
             raise CheckpointError(error.problem, "The checkpoint is from another version or damaged.") from error
         return read
@@ -76,6 +83,13 @@ class Progress:
 def _measured(name: str, value: Any) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise ConfigError(f"{name} is {value!r}, not a number.", "")
+
+
+def _numbers(name: str, values: Any) -> None:
+    if not isinstance(values, list) or None in values:
+        raise ConfigError(f"{name} is {values!r}, not a list of numbers.", "")
+    for value in values:
+        _measured(name, value)
 
 
 def split(layers: Sequence[T], recovery: Recovery | None) -> list[list[T]]:
@@ -91,14 +105,25 @@ def split(layers: Sequence[T], recovery: Recovery | None) -> list[list[T]]:
     if recovery.layers_per_stage is not None:
         per = recovery.layers_per_stage
         return [ordered[start : start + per] for start in range(0, len(ordered), per)]
-    count = min(len(recovery.cut_epochs or ()), len(ordered))
+    count = min(1 if recovery.warms_up else len(recovery.cut_epochs or ()), len(ordered))
     bounds = [round(index * len(ordered) / count) for index in range(count + 1)]
     return [ordered[start:stop] for start, stop in pairwise(bounds)]
 
 
-def first_cut_epoch(recovery: Recovery | None) -> int:
-    """Epoch before which the first stage is cut."""
-    return recovery.cut_epochs[0] if recovery is not None and recovery.cut_epochs else 0
+def first_cut_epoch(recovery: Recovery | None) -> int | None:
+    """Epoch before which the first stage is cut; None where the spectra decide."""
+    if recovery is None or not recovery.cut_epochs:
+        return 0
+    return None if isinstance(recovery.cut_epochs, str) else recovery.cut_epochs[0]
+
+
+def observed(progress: Progress, spectra: Sequence[float]) -> Progress:
+    """The progress after the layers' stable ranks were measured at the start of an epoch."""
+    before = progress.spectra
+    pairs = zip(before, spectra, strict=True) if len(before) == len(spectra) else ()
+    moved = [abs(now - then) / max(now, then) if now != then else 0.0 for then, now in pairs]
+    changes = [*progress.changes, sum(moved) / len(moved)] if moved else progress.changes
+    return replace(progress, spectra=list(spectra), changes=changes)
 
 
 def shortfall(recovery: Recovery, progress: Progress) -> float | None:
@@ -123,13 +148,37 @@ def phase_at(recovery: Recovery, progress: Progress, epoch: int) -> tuple[Phase 
     return None, since
 
 
-def next_move(recovery: Recovery, progress: Progress, epoch: int) -> Move:
+def settled(changes: Sequence[float], epoch: int, epochs: int | None) -> bool:
+    """Whether the spectra of a network that is trained from scratch have settled, so that its layers can be cut.
+
+    Stable ranks fall fast while a network finds its directions, then level off. They have settled once an epoch's
+    change is a tenth of the largest one so far; at the latest at half of the run.
+
+    Args:
+        changes: Mean relative change of the layers' stable ranks over each epoch so far, the oldest first.
+        epoch: The epoch about to begin.
+        epochs: Epochs of the run; None where it has no such limit, and the changes alone decide.
+
+    Source:
+        The switch of Cuttlefish (Wang et al., MLSys 2023, arXiv:2305.02538), there at an absolute change.
+
+    Example:
+        >>> [settled(changes, len(changes), 20) for changes in ([], [0.3], [0.3, 0.6], [0.3, 0.6, 0.05])]
+        [False, False, False, True]
+    """
+    if epochs is not None and epoch >= max(1, epochs // 2):
+        return True
+    return bool(changes) and changes[-1] <= _LEVEL * max(changes)
+
+
+def next_move(recovery: Recovery, progress: Progress, epoch: int, epochs: int | None = None) -> Move:
     """Decide the move before an epoch.
 
     Args:
         recovery: The schedule.
         progress: State after the epoch before, its validation included.
         epoch: The epoch about to begin.
+        epochs: Epochs of the run; None where it has no such limit.
     """
     if progress.rolled_back:
         return "go on"
@@ -137,7 +186,7 @@ def next_move(recovery: Recovery, progress: Progress, epoch: int) -> Move:
     recovered = gap is not None and gap <= recovery.tolerance
     phases_over = epoch - progress.stage_epoch >= sum(phase.epochs for phase in recovery.phases)
     last = progress.stage >= progress.stages
-    due = _cut_due(recovery, progress, epoch, recovered or phases_over)
+    due = _cut_due(recovery, progress, epoch, epochs, recovered or phases_over)
     fresh = progress.stage == 0 or epoch == progress.stage_epoch
     if not fresh and failed(recovery, progress) and (due or (last and phases_over)):
         return "roll back"
@@ -152,9 +201,11 @@ def failed(recovery: Recovery, progress: Progress) -> bool:
     return recovery.max_drop is not None and progress.stage > 0 and gap is not None and gap > recovery.max_drop
 
 
-def _cut_due(recovery: Recovery, progress: Progress, epoch: int, settled: bool) -> bool:
+def _cut_due(recovery: Recovery, progress: Progress, epoch: int, epochs: int | None, done: bool) -> bool:
     if progress.stage >= progress.stages:
         return False
-    if recovery.cut_epochs is not None:
+    if recovery.warms_up:
+        return settled(progress.changes, epoch, epochs)
+    if isinstance(recovery.cut_epochs, tuple):
         return epoch >= recovery.cut_epochs[progress.stage]
-    return progress.stage == 0 or settled
+    return progress.stage == 0 or done

@@ -21,7 +21,7 @@ _NOTES = {
     "lr_scale": "the optimizer's learning rate is multiplied by this",
     "warmup_epochs": "the scale rises linearly from zero over this many epochs",
     "layers_per_stage": "layers per cut, the most tolerant first, made when the metric is back; null: all at once",
-    "cut_epochs": "or cut an equal share of the layers at each of these epochs",
+    "cut_epochs": "or cut an equal share of the layers at each of these epochs; auto: all, once their spectra settled",
     "monitor": "name of a logged validation metric",
     "mode": "max or min: which way the metric is better",
     "reference": "the dense model's metric: a number, or 'measure': validate the dense model before the first cut",
@@ -100,14 +100,17 @@ class Recovery:
     """Schedule that recovers accuracy after decomposition.
 
     One-shot by default: all layers are cut at the start. Staged with ``layers_per_stage`` (the next layers are cut
-    when the metric is back within ``tolerance``, or when the phases are over) or with ``cut_epochs``.
+    when the metric is back within ``tolerance``, or when the phases are over) or with ``cut_epochs``. With
+    ``cut_epochs="auto"`` an untrained network is trained densely first.
 
     Args:
         batchnorm_batches: Training batches from which BatchNorm statistics are re-estimated after every cut and at the
             end of every epoch, before its validation; 0: never.
         phases: Fine-tuning after every cut; afterwards everything trains at the model's own learning rate.
         layers_per_stage: Layers per cut, the most tolerant first; None: all at once.
-        cut_epochs: Epochs at which an equal share of the layers is cut.
+        cut_epochs: Epochs at which an equal share of the layers is cut; ``"auto"``: all layers are cut once, before the
+            first epoch at which their spectra have settled (`decisions.settled`), with ranks and factors of that
+            moment.
         monitor: Name of a logged validation metric.
         mode: Whether more (``"max"``) or less (``"min"``) of it is better.
         reference: The dense model's metric, or ``"measure"``: the dense model is validated before the first cut.
@@ -123,7 +126,7 @@ class Recovery:
     batchnorm_batches: int = 20
     phases: Sequence[Phase] = (Phase(epochs=3),)
     layers_per_stage: int | None = None
-    cut_epochs: Sequence[int] | None = None
+    cut_epochs: Sequence[int] | Literal["auto"] | None = None
     monitor: str | None = None
     mode: Literal["max", "min"] = "max"
     reference: float | Literal["measure"] | None = None
@@ -148,16 +151,32 @@ class Recovery:
             whole("recovery.layers_per_stage", self.layers_per_stage, least=1)
         if self.cut_epochs is None:
             return
-        object.__setattr__(self, "cut_epochs", _items("cut_epochs", self.cut_epochs, int))
-        epochs = tuple(self.cut_epochs)
-        for epoch in epochs:
-            whole("recovery.cut_epochs", epoch, least=0)
-        if not epochs or list(epochs) != sorted(set(epochs)):
-            raise ConfigError(f"recovery.cut_epochs={list(epochs)} does not rise.", "Write epochs such as [0, 3, 6].")
         if self.layers_per_stage is not None:
             raise ConfigError(
                 "recovery.layers_per_stage and recovery.cut_epochs are both given.",
                 "Give layers_per_stage (cut when recovered) or cut_epochs (cut equal shares then), not both.",
+            )
+        if self.warms_up:
+            self._check_warm_up()
+        else:
+            self._check_cut_epochs()
+
+    def _check_cut_epochs(self) -> None:
+        if isinstance(self.cut_epochs, str):
+            problem = f"recovery.cut_epochs={self.cut_epochs!r} is not known."
+            raise ConfigError(problem, 'Write "auto", or epochs such as [0, 3, 6].')
+        epochs = _items("cut_epochs", self.cut_epochs, int)
+        object.__setattr__(self, "cut_epochs", epochs)
+        for epoch in epochs:
+            whole("recovery.cut_epochs", epoch, least=0)
+        if not epochs or list(epochs) != sorted(set(epochs)):
+            raise ConfigError(f"recovery.cut_epochs={list(epochs)} does not rise.", "Write epochs such as [0, 3, 6].")
+
+    def _check_warm_up(self) -> None:
+        if self.distill is not None:
+            raise ConfigError(
+                'recovery.distill is given with cut_epochs="auto": the teacher would be the untrained network.',
+                "Leave distill out, or cut a trained network.",
             )
 
     def _check_metric(self) -> None:
@@ -173,15 +192,20 @@ class Recovery:
             raise ConfigError("recovery.max_drop is given without recovery.reference.", "Add reference='measure'.")
 
     @property
+    def warms_up(self) -> bool:
+        """Whether the network is trained densely until the spectra of its layers have settled."""
+        return isinstance(self.cut_epochs, str) and self.cut_epochs == "auto"
+
+    @property
     def staged(self) -> bool:
-        """Whether layers are cut in more than one go."""
+        """Whether layers are cut while training runs."""
         return self.layers_per_stage is not None or self.cut_epochs is not None
 
     def to_dict(self) -> dict[str, Any]:
         """The schedule as plain dicts, lists, strings and numbers."""
         plain = asdict(self)
         plain["phases"] = [{**phase, "train": _plain_train(phase["train"])} for phase in plain["phases"]]
-        plain["cut_epochs"] = None if self.cut_epochs is None else list(self.cut_epochs)
+        plain["cut_epochs"] = list(self.cut_epochs) if isinstance(self.cut_epochs, tuple) else self.cut_epochs
         return plain
 
     def save(self, path: str | Path) -> None:

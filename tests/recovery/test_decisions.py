@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from ctdr_lightning.basics.errors import CheckpointError
 from ctdr_lightning.recovery import Phase, Recovery
-from ctdr_lightning.recovery.decisions import Progress, first_cut_epoch, next_move, phase_at, split
+from ctdr_lightning.recovery.decisions import Progress, first_cut_epoch, next_move, observed, phase_at, settled, split
 
 METRIC = {"monitor": "acc", "reference": 0.9, "tolerance": 0.01}
 
@@ -82,3 +82,59 @@ def test_progress_survives_a_checkpoint_and_refuses_anything_else():
     for bad in (None, [], {"stagex": 1}):
         with pytest.raises(CheckpointError):
             Progress.from_dict(bad)
+
+
+FALLING = [0.1, 0.6, 0.3, 0.07, 0.05, 0.01]
+
+
+def cut_at(changes, epochs):
+    """Epoch at which a warm network is cut, the spectra of epoch n known at its start."""
+    recovery = Recovery(cut_epochs="auto")
+    moves = (next_move(recovery, Progress(changes=changes[:epoch]), epoch, epochs) for epoch in range(len(changes) + 1))
+    return next((epoch for epoch, move in enumerate(moves) if move == "cut"), None)
+
+
+def test_a_warm_network_is_cut_when_its_spectra_settle_and_at_half_of_the_run_at_the_latest():
+    assert cut_at(FALLING, 40) == cut_at(FALLING, None) == 5
+    assert cut_at(FALLING, 8) == 4
+    assert cut_at([0.5] * 10, 12) == 6
+    assert cut_at([0.5] * 10, None) is None
+    assert [cut_at([0.5] * 10, epochs) for epochs in (1, 2, 3)] == [1, 1, 1]
+    assert cut_at([0.0, 0.0], 40) == 1, "frozen weights are settled"
+    assert first_cut_epoch(Recovery(cut_epochs="auto")) is None
+    assert split([1, 2, 3], Recovery(cut_epochs="auto")) == [[1, 2, 3]]
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12), st.floats(1e-3, 1e3))
+def test_the_unit_of_the_changes_does_not_matter(changes, unit):
+    scaled = [change * unit for change in changes]
+    clear = abs(changes[-1] - 0.1 * max(changes)) > 1e-9
+    assert not clear or settled(changes, 1, None) == settled(scaled, 1, None)
+
+
+def test_a_network_that_diverged_has_not_settled():
+    lost = observed(observed(Progress(), [4.0]), [float("nan")])
+    assert not settled(lost.changes, 1, 20)
+    assert settled(lost.changes, 10, 20)
+
+
+def test_a_warm_network_is_cut_once():
+    recovery = Recovery(cut_epochs="auto", stop_when_recovered=False)
+    progress = Progress(stages=1, stage=1, stage_epoch=4, changes=FALLING)
+    assert [next_move(recovery, progress, epoch, 20) for epoch in (5, 10, 19)] == ["go on"] * 3
+
+
+def test_changes_are_relative_and_begin_with_the_second_measurement():
+    first = observed(Progress(), [4.0, 0.0])
+    assert (first.spectra, first.changes) == ([4.0, 0.0], [])
+    second = observed(first, [2.0, 0.0])
+    assert second.changes == [0.25]
+    assert first.changes == [], "an interrupted epoch must find the state of before"
+    assert observed(second, [2.0]).changes == [0.25], "layers changed: nothing to compare"
+    assert Progress.from_dict(second.to_dict()) == second
+
+
+@pytest.mark.parametrize("entry", [{"changes": 3}, {"spectra": ["4"]}, {"changes": [None]}])
+def test_damaged_spectra_are_refused(entry):
+    with pytest.raises(CheckpointError, match=next(iter(entry))):
+        Progress.from_dict(entry)

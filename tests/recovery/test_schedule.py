@@ -25,6 +25,15 @@ def test_a_saved_schedule_reads_back_and_every_entry_has_a_note(tmp_path):
         assert name not in _NOTES or f"# {_NOTES[name]}" in line
 
 
+def test_a_warm_up_reads_back_from_its_file(tmp_path):
+    Recovery(cut_epochs="auto").save(tmp_path / "recovery.yaml")
+    read = Recovery.read(tmp_path / "recovery.yaml")
+    assert read == Recovery(cut_epochs="auto")
+    assert read.warms_up
+    assert read.staged
+    assert not Recovery(cut_epochs=[1]).warms_up
+
+
 def test_what_the_callback_accepts_as_recovery():
     assert Recovery.read(None) is None
     assert Recovery.read(False) is None
@@ -45,6 +54,9 @@ def test_what_the_callback_accepts_as_recovery():
         ({"mode": "best"}, "mode"),
         ({"cut_epochs": [3, 1]}, "cut_epochs"),
         ({"cut_epochs": [0, 1], "layers_per_stage": 2}, "not both"),
+        ({"cut_epochs": "auto", "layers_per_stage": 2}, "not both"),
+        ({"cut_epochs": "auto", "distill": {}}, "untrained network"),
+        ({"cut_epochs": "soon"}, "cut_epochs='soon' is not known"),
         ({"reference": 0.9}, "monitor"),
         ({"monitor": "acc", "max_drop": 0.1}, "reference"),
         ({"monitor": "acc", "reference": "mesure"}, "reference"),

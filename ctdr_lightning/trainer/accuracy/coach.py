@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from ctdr_lightning.basics.duplicate import duplicate
@@ -21,13 +21,14 @@ from ctdr_lightning.basics.errors import CheckpointError, ConfigError
 from ctdr_lightning.basics.interrupts import interrupts_held
 from ctdr_lightning.memory.tape.module_paths import is_fsdp_unit
 from ctdr_lightning.recovery.batchnorm import tracked
-from ctdr_lightning.recovery.decisions import Progress, failed, first_cut_epoch, next_move, phase_at
+from ctdr_lightning.recovery.decisions import Progress, failed, first_cut_epoch, next_move, observed, phase_at
 from ctdr_lightning.recovery.distill import Teacher
 from ctdr_lightning.recovery.phases import Freezer, RateScaler
 from ctdr_lightning.recovery.schedule import Phase, Recovery
 from ctdr_lightning.recovery.transaction import PutBack, all_or_nothing, layers_as_now
 from ctdr_lightning.trainer.accuracy import optimizers, rehearsal
 from ctdr_lightning.trainer.accuracy.batchnorm_pass import Estimator
+from ctdr_lightning.trainer.accuracy.training_data import TrainingData
 from ctdr_lightning.trainer.accuracy.validation import logged_metric, measure
 from ctdr_lightning.trainer.shards import ShardedCopies, shard_to_listen, show_shards
 from ctdr_lightning.trainer.strategies import rewrap, unwrap
@@ -135,8 +136,10 @@ class Coach:
         epoch = trainer.current_epoch
         if epoch <= self.progress.entered_epoch:
             return
-        move = next_move(self.recovery, self.progress, epoch)
+        progress = self._observed(trainer, module)
+        move = next_move(self.recovery, progress, epoch, epochs_of(trainer))
         with all_or_nothing(*self._as_now(trainer, module, with_weights=move == "roll back")):
+            self.progress = progress
             if move == "roll back":
                 self._roll_back(trainer, module)
             elif move == "cut":
@@ -146,6 +149,15 @@ class Coach:
                 self.progress.phase_steps = 0
             self._enter(trainer, module, epoch)
             self.progress.entered_epoch = epoch
+
+    def _observed(self, trainer: Any, module: LightningModule) -> Progress:
+        """The progress with the spectra of this moment, rank 0's, where the first cut waits for them."""
+        if not self.recovery.warms_up or self.progress.stage > 0 or self.progress.rolled_back:
+            return replace(self.progress)
+        strategy = trainer.strategy
+        return observed(
+            self.progress, strategy.broadcast(self.surgeon.stable_ranks(module) if strategy.is_global_zero else None)
+        )
 
     def as_now(self) -> PutBack:
         """Remember the progress of the recovery; the result restores it."""
@@ -267,6 +279,12 @@ class Coach:
                 "Set Trainer(limit_train_batches=...), or warmup_epochs=0.",
             )
 
+        if self.recovery.warms_up and epochs_of(trainer) == 1:
+            raise ConfigError(
+                'recovery.cut_epochs="auto" cuts after a dense epoch, but the run has one epoch in all.',
+                "Train for two epochs or more, or leave cut_epochs out: all layers are then cut at the start.",
+            )
+
     def _measure_reference(self, trainer: Any, dense: nn.Module | None) -> None:
         if self.recovery.reference == "measure" and dense is not None:
             self.progress.reference = measure(trainer, dense, str(self.recovery.monitor))
@@ -280,10 +298,22 @@ class Coach:
             self._snapshot = {"model": _host_state(module), "optimizers": optimizers.snapshot(trainer.optimizers)}
         self.progress.stage += 1
         self.progress.stage_epoch, self.progress.metric = epoch, None
+        if self.recovery.warms_up:
+            self._choose_warm(trainer, module, epoch)
         self.surgeon.cut(module, self.progress.stage)
         self._rebuild(trainer)
         self._settle(trainer, module)
         self._say(f"stage {self.progress.stage} of {self.progress.stages} cut before epoch {epoch}")
+
+    def _choose_warm(self, trainer: Any, module: LightningModule, epoch: int) -> None:
+        """Choose ranks by the weights, and where possible the training data, of this moment."""
+        # only rank 0 runs steps: statistics that it asks the others for would never come
+        alone = trainer.world_size == 1 or not any(isinstance(m, nn.SyncBatchNorm) for m in module.modules())
+        data = TrainingData(trainer) if self.surgeon.by_data and alone else None
+        if not self.surgeon.decide_warm(module, trainer.strategy, data):
+            rank_zero_warn(f"CTDR: no layer is worth a cut before epoch {epoch}; all stay dense. See rank=.")
+        elif self.surgeon.report is not None:
+            self._say(f"\n{self.surgeon.report}")
 
     def _settle(self, trainer: Any, module: LightningModule) -> None:
         """Re-estimate BatchNorm, and measure before and after where the user lets us."""
@@ -332,6 +362,15 @@ class Coach:
         if next_move(self.recovery, self.progress, epoch) == "stop":
             self._say(f"recovered, {self.recovery.monitor} {self.progress.metric:.4f}; training stops")
             trainer.should_stop = True
+
+
+def epochs_of(trainer: Any) -> int | None:
+    """Epochs of a run, from its limit of epochs or of steps; None where there is neither."""
+    if trainer.max_epochs is not None and trainer.max_epochs > 0:
+        return int(trainer.max_epochs)
+    if trainer.max_steps <= 0 or math.isinf(trainer.num_training_batches):
+        return None
+    return math.ceil(trainer.max_steps * trainer.accumulate_grad_batches / trainer.num_training_batches)
 
 
 def _read_snapshot(value: Any) -> dict[str, Any] | None:
