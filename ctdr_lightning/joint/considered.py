@@ -21,8 +21,8 @@ class Considered:
         resource: ``"parameters"`` or ``"seconds"``.
         parameters: Parameters of the model.
         keep_peak_bytes: Predicted peak of its step without a plan.
-        peak_bytes: Predicted peak under its plan; where none fits, the least.
-        seconds: Predicted seconds under its plan; 0 where none fits.
+        peak_bytes: Predicted peak under its plan; the least of any where none fits, or none can be fast enough.
+        seconds: Predicted seconds under its plan; 0 where it has none.
         loss: Measured KL(dense || candidate) in nats; -1 where it was not measured.
         measured_slowdown: Its step in dense steps, timed in turns; 0 where it was not timed.
         outcome: Its outcome, in words; the answer's begins with ``"chosen"`` and has the reason after a colon.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ctdr_lightning.basics.errors import ConfigError
@@ -23,6 +23,34 @@ _KEPT_STARTS = 2
 def between(above: float, below: float) -> float:
     """The share between two others, in three digits."""
     return round(math.sqrt(above * below), 3)
+
+
+def shares_within(dense_bytes: int, budget_bytes: int | None, peak_of: Callable[[float], int]) -> Sequence[float]:
+    """The shares of a ladder from the largest that fits a budget on, after the next larger one.
+
+    Peaks fall about evenly with the share, so shares that are far above the budget are passed over.
+
+    Args:
+        dense_bytes: Least peak of the dense model.
+        budget_bytes: The budget; None for none.
+        peak_of: From a share to its least peak.
+
+    Example:
+        >>> shares_within(1000, 130, lambda share: round(1000 * share))
+        (0.17, 0.125, 0.0625)
+    """
+    shares = (1.0, *SHARES)
+    if budget_bytes is None or dense_bytes <= budget_bytes:
+        return shares
+    over, over_bytes, place = 0, dense_bytes, 1
+    while place < len(shares) and (peak_bytes := peak_of(shares[place])) > budget_bytes:
+        fall = (over_bytes - peak_bytes) / (shares[over] - shares[place])
+        wanted = shares[place] - (peak_bytes - budget_bytes) / fall if fall > 0 else 1.0
+        over, over_bytes = place, peak_bytes
+        place = max(place + 1, sum(share >= wanted for share in shares) - 1)
+    while place - 1 > over and peak_of(shares[place - 1]) <= budget_bytes:
+        place -= 1
+    return shares[place - 1 :]
 
 
 @dataclass(frozen=True)
@@ -57,7 +85,8 @@ class Ladders:
     def __init__(self, bench: Bench, hurried: bool = False, enough: Callable[[], float] = lambda: 0.0) -> None:
         self._bench, self._hurried, self._enough = bench, hurried, enough
         self._best_first: tuple[Start, ...] = ()
-        self._tried: dict[tuple[float, str], Trial] = {}
+        self._tried: dict[tuple[float, str], list[Trial]] = {}
+        self._whole: set[tuple[float, str]] = set()
 
     @property
     def _starts(self) -> tuple[Start, ...]:
@@ -69,9 +98,8 @@ class Ladders:
         It is the best trial's choices where the share was tried, else those of the way to judge errors that was best so
         far; before anything was tried, of all the evidence there is.
         """
-        tried = self._tried.get((share, resource))
-        if tried is not None:
-            return Rung(share, resource, tried.choices, tried.start)
+        if tried := self._tried.get((share, resource)):
+            return Rung(share, resource, tried[0].choices, tried[0].start)
         start = self._starts[0]
         try:
             choices = self._bench.choices(share, resource, start)
@@ -81,17 +109,36 @@ class Ladders:
 
     def keep(self, rung: Rung, trial: Trial) -> None:
         """Remember the present state of a trial: a refinement moves its factors in place."""
-        key = rung.share, rung.resource
-        if key in self._tried and self._tried[key].layers is trial.layers:
-            self._tried[key] = trial
+        own = self._tried.get((rung.share, rung.resource), [])
+        own[:] = [trial if other.layers is trial.layers else other for other in own]
+
+    def exact(self, rung: Rung) -> Trial:
+        """The trial of a rung's own choices, which may have been made before."""
+        own = self._tried.get((rung.share, rung.resource), [])
+        same = (t for t in own if t.start == rung.start and t.choices.factorized == rung.choices.factorized)
+        return next(same, None) or self._bench.trial(rung.choices, rung.start)
+
+    def first(self, rung: Rung) -> Trial:
+        """The best trial at a rung's share so far; of the best way to judge errors where there is none."""
+        if (rung.share, rung.resource) not in self._tried:
+            self._try(rung, self._starts[:1])
+        return self._tried[rung.share, rung.resource][0]
 
     def best(self, rung: Rung) -> Trial:
         """The trial of least loss over the best ways to judge errors, at a rung's share."""
         key = rung.share, rung.resource
-        if key not in self._tried:
-            starts = self._starts[:_KEPT_STARTS] if self._tried else self._starts
-            trials = self._bench.trials(*key, starts, self._enough())
-            first = [trial.start for trial in trials]
+        if key not in self._whole:
+            self._try(rung, self._starts[:_KEPT_STARTS] if self._whole else self._starts)
+            self._whole.add(key)
+            first = [trial.start for trial in self._tried[key] if trial.start is not None]
             self._best_first = (*first, *(start for start in self._starts if start not in first))
-            self._tried[key] = trials[0]
-        return self._tried[key]
+        return self._tried[key][0]
+
+    def _try(self, rung: Rung, starts: Sequence[Start]) -> None:
+        """Try a share in some ways as well, by rising loss."""
+        key = rung.share, rung.resource
+        known = self._tried.get(key, [])
+        others = [start for start in starts if all(trial.start != start for trial in known)]
+        if others and not (known and known[0].divergence <= self._enough()):
+            made = self._bench.trials(*key, others, self._enough())
+            self._tried[key] = sorted([*known, *made], key=lambda trial: trial.divergence)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +12,8 @@ from ctdr_lightning.joint.considered import Considered
 from ctdr_lightning.joint.ladders import Rung
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.traces.trace import Trace
+
+_PATIENCE = 2  # so many shares in a row may have a larger peak than the least of their ladder
 
 
 @dataclass(frozen=True)
@@ -55,3 +59,14 @@ class PricedChoice:
     def told(self, **changes: Any) -> PricedChoice:
         """The same with other entries in its row."""
         return replace(self, row=replace(self.row, **changes))
+
+
+def while_falling(ladder: Iterator[PricedChoice]) -> Iterator[PricedChoice]:
+    """The next candidates of a ladder, until some in a row have larger peaks than the least of them."""
+    least, n_larger = math.inf, 0
+    for found in ladder:
+        yield found
+        n_larger = n_larger + 1 if found.row.peak_bytes >= least else 0
+        least = min(least, found.row.peak_bytes)
+        if n_larger == _PATIENCE:
+            return

@@ -24,7 +24,7 @@ from ctdr_lightning.decomposition.choose.choices import Choices
 from ctdr_lightning.joint.turns import RealStep, in_turns
 from ctdr_lightning.joint.twins import structure_of, unmoved
 from ctdr_lightning.memory.account.batch import BatchAccount
-from ctdr_lightning.memory.bounds.lower_bound import floor_bytes
+from ctdr_lightning.memory.bounds.lower_bound import floor_bytes, lower_bound_seconds
 from ctdr_lightning.memory.lean.choice import LeanChoice, choose_lean
 from ctdr_lightning.memory.lean.lean_step import LeanStep
 from ctdr_lightning.memory.planner import plan
@@ -33,6 +33,7 @@ from ctdr_lightning.memory.plans.plan import Plan, host_wait_seconds
 from ctdr_lightning.memory.recorder.call_seconds import CallSeconds
 from ctdr_lightning.memory.recorder.fake import record_fake
 from ctdr_lightning.memory.recorder.recorder import record
+from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.simulator import Simulator
 from ctdr_lightning.memory.traces.optimizer import OptimizerBytes
 from ctdr_lightning.memory.traces.trace import OpRecord, Trace
@@ -174,13 +175,17 @@ class Pricer:
         """The same of a candidate whose step is recorded for real."""
         return self.account(self.recorded(model), model).whole
 
-    def planned(self, trace: Trace, peak_bytes: int | None = None, seconds: float | None = None) -> Plan:
+    def planned(self, step: Trace | Prepared, peak_bytes: int | None = None, seconds: float | None = None) -> Plan:
         """The fastest plan of a step within a peak, or the one of least peak within a time.
 
         Raises:
             InfeasibleBudgetError: If no plan has so small a peak.
         """
-        return plan(trace, Budget(peak_bytes, seconds, PLANNING_S))
+        return plan(step, Budget(peak_bytes, seconds, PLANNING_S))
+
+    def least_s(self, step: Prepared, peak_bytes: int) -> float:
+        """Seconds that no plan within a peak goes below; of values that may be moved or packed the plain step's."""
+        return step.trace.seconds if step.trace.links or step.trace.codecs else lower_bound_seconds(step, peak_bytes)
 
     def seconds(self, made: Plan) -> float:
         """Time of a step under a plan: the plan's own prediction, plus the tape's cost of seeing ops."""

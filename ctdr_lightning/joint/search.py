@@ -8,9 +8,11 @@ repeated: for a harmless loss within the wish, then within a quarter more, then 
 takes, or else any loss. Without a budget each ladder's smallest share whose loss may be allowed is found by halving;
 from there on candidates are planned as long as their peaks fall, and the one of least peak is timed first. The allowed
 loss applies to refined factors (`allowance`); only a candidate that would be the answer is refined.
+Shares whose memory cannot fit, as far as larger ones foretell it, are passed over; where a bound says that no plan is
+fast enough, none is made before the time gives way.
 
-Complexity: one fake recording and one plan a candidate, a factorization and a KL for those that fit; without a budget
-about four factorizations and three plans a ladder.
+Complexity: a fake recording and at most one plan a candidate, factorizations and KLs of those that fit; without a
+budget about four factorizations and three plans a ladder.
 """
 
 from __future__ import annotations
@@ -33,13 +35,14 @@ from ctdr_lightning.decomposition.trials.bench import Bench, Trial
 from ctdr_lightning.joint.allowance import Allowance
 from ctdr_lightning.joint.budget_fit import CLOCK_ERROR
 from ctdr_lightning.joint.considered import CHOSEN, GIVEN, Considered
-from ctdr_lightning.joint.ladders import DENSE, RESOURCES, SHARES, Ladders, Rung, between
-from ctdr_lightning.joint.priced_choice import Limits, PricedChoice
+from ctdr_lightning.joint.ladders import DENSE, RESOURCES, SHARES, Ladders, Rung, between, shares_within
+from ctdr_lightning.joint.priced_choice import Limits, PricedChoice, while_falling
 from ctdr_lightning.joint.pricing import Pricer
 from ctdr_lightning.joint.shortfall import PREDICTION_ERROR, Shortfall, within
 from ctdr_lightning.joint.turns import RealStep, in_turns
 from ctdr_lightning.joint.twins import twin_with, unmoved
 from ctdr_lightning.memory.bounds.lower_bound import floor_bytes
+from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.simulator import Simulator
 from ctdr_lightning.memory.traces.trace import Trace
 
@@ -48,10 +51,7 @@ PATIENT = 1.25
 # Plans of the dense model are priced too high by up to this factor, the deepest most (1.01 to 1.5 on ten networks). To
 # time one takes a second, and it is exact; to look for a cut in its place takes ten.
 _DENSE_ERROR = 1.6
-_ROOM = 1.02  # 2 % less memory is not worth a longer step
 _UNKNOWN_LOSS = -1.0
-_PATIENCE = 2  # without a budget so many shares in a row may have a larger peak than the least of their ladder
-
 
 Ordered = tuple[PricedChoice, str]  # and the reason, should it be the answer
 
@@ -156,7 +156,7 @@ class JointSearch:
         found = self.look(DENSE)
         if choices.factorized:
             found = self.look(Rung(0.0, "given", choices))
-            found = self.judged(found, exact=True) if found.may_be else found
+            found = self.judged(found, self._ladders.exact) if found.may_be else found
         found = self._tested(found) if found.may_be else found
         if not found.may_be:
             self._shortfall.least = found
@@ -165,9 +165,11 @@ class JointSearch:
 
     def look(self, rung: Rung) -> PricedChoice:
         """Price a rung and plan its step; its outcome says where it breaks the limits."""
-        known = next((found for found in self._looked if found.rung == rung), None)
-        if known is not None:
-            return self.keep(self._in_time(known))
+        number = next((i for i, found in enumerate(self._looked) if found.rung == rung), None)
+        if number is not None:
+            if self._put_off(self._looked[number]):
+                self._looked[number] = self._planned(self._looked[number].told(outcome=""))
+            return self.keep(self._in_time(self._looked[number]))
         self._note()
         with doing("record"):
             price = self._pricer.price(rung.choices)
@@ -183,19 +185,28 @@ class JointSearch:
 
     def _planned(self, found: PricedChoice) -> PricedChoice:
         budget = self._limits.peak_bytes
-        floor = floor_bytes(found.trace)
+        step = Prepared(found.trace)
+        floor = floor_bytes(step)
         if budget is not None and floor > budget:
             return found.told(peak_bytes=floor, outcome=f"no plan goes below {format_bytes(floor)}")
+        least_s = self._pricer.least_s(step, budget) if budget is not None and found.rung != DENSE else 0.0
+        if self._takes_too_long(least_s):
+            return found.told(peak_bytes=floor, outcome=self._too_slow(least_s))
         if budget is None and self._takes_too_long(found.trace.seconds):  # no plan makes it faster
             return found.told(outcome=self._too_slow(found.trace.seconds))
         seconds = None if budget is not None else self._pricer.room_s(found.trace, self._limits.slowdown)
         try:
             with doing("plan"):
-                made = self._pricer.planned(found.trace, budget, seconds)
+                made = self._pricer.planned(step, budget, seconds)
         except InfeasibleBudgetError as error:
             least = error.least_peak_bytes
             return found.told(peak_bytes=least, outcome=f"no plan goes below {format_bytes(least)}")
         return replace(found, plan=made).told(peak_bytes=made.peak_bytes, seconds=self._pricer.seconds(made))
+
+    def _put_off(self, found: PricedChoice) -> bool:
+        """Whether a candidate that may fit was not planned, because any plan would have taken too long."""
+        budget = self._limits.peak_bytes
+        return found.plan is None and budget is not None and found.row.peak_bytes <= budget
 
     def _in_time(self, found: PricedChoice) -> PricedChoice:
         """The same, refused where its plan takes too long."""
@@ -213,8 +224,8 @@ class JointSearch:
 
     def _ladder(self, resource: str) -> Iterator[PricedChoice]:
         """Candidates that keep to the limits as far as is known, by falling share."""
-        above = 1.0
-        for share in SHARES:
+        dense_bytes, budget = self.look(DENSE).row.peak_bytes, self._limits.peak_bytes
+        for above, share in pairwise(shares_within(dense_bytes, budget, partial(self._peak_bytes, resource))):
             found = self._at(share, resource)
             if found is None:
                 return
@@ -222,16 +233,24 @@ class JointSearch:
                 if not judged.may_be:  # it loses too much
                     return
                 yield judged
-            above = share
+
+    def _peak_bytes(self, resource: str, share: float) -> int:
+        """Peak of a candidate's plan, or the least of any; 0 where nothing is that cheap."""
+        rung = self._ladders.rung(share, resource)
+        return self.look(rung).row.peak_bytes if rung is not None else 0
 
     def _near(self, found: PricedChoice, above: float) -> Iterator[PricedChoice]:
-        """A candidate, judged; before it, where it loses something, one of a larger share that fits as well."""
-        judged = self.judged(found)
-        if not self._loses_nothing(judged):
-            larger = self._at(between(above, found.row.share), found.row.resource)
-            if larger is not None and larger.may_be:
-                yield self.judged(larger)
-        yield judged
+        """A candidate, judged; before it, where it loses something, one of a larger share that fits as well.
+
+        The larger one is judged in every way first: where it is the answer, that was enough.
+        """
+        judged = self.judged(found, self._ladders.first)
+        larger = None if self._loses_nothing(judged) else self._at(between(above, found.row.share), found.row.resource)
+        if larger is not None and larger.may_be:
+            larger = self.judged(larger)
+            if not self._loses_nothing(larger) or not self._loses_nothing(judged := self.judged(found)):
+                yield larger
+        yield judged if self._loses_nothing(judged) else self.judged(found)
 
     def _loses_nothing(self, judged: PricedChoice) -> bool:
         return judged.row.loss <= self._negligible()
@@ -247,27 +266,22 @@ class JointSearch:
         self._seen.append(rung.choices.factorized)
         return self.look(rung)
 
-    def judged(self, found: PricedChoice, exact: bool = False) -> PricedChoice:
+    def judged(self, found: PricedChoice, tried: Callable[[Rung], Trial] | None = None) -> PricedChoice:
         """Compute a candidate's factors and measure their loss.
 
         Args:
             found: Looked at.
-            exact: Whether its choices are fixed; otherwise the best weightings of errors at its share may choose
-                others.
+            tried: From a rung to its trial; None lets the best weightings of errors at its share choose others.
         """
-        trial = self._exact(found.rung) if exact else self._ladders.best(found.rung)
+        trial = (tried or self._ladders.best)(found.rung)
         if trial.choices.factorized != found.rung.choices.factorized:
             other = self.look(replace(found.rung, choices=trial.choices, start=trial.start))
             if other.may_be:
                 found = other
             else:
-                trial = self._exact(found.rung)
+                trial = self._ladders.exact(found.rung)
         refusal = self._allowance.refusal(trial)
         return self.keep(replace(found, trial=trial).told(loss=trial.divergence, outcome=refusal))
-
-    def _exact(self, rung: Rung) -> Trial:
-        """The trial of a rung's own choices."""
-        return self._bench.trial(rung.choices, rung.start)
 
     def _tested(self, found: PricedChoice) -> PricedChoice:
         """Time a candidate, and check its loss."""
@@ -307,7 +321,7 @@ class JointSearch:
         """By rising peak, the dense model last; larger shares only if no smaller one is the answer."""
         time = within(self._limits)
         ladders = [self._allowed(resource) for resource in RESOURCES]
-        while found := [candidate for ladder in ladders for candidate in _while_falling(ladder)]:
+        while found := [candidate for ladder in ladders for candidate in while_falling(ladder)]:
             for candidate in sorted(found, key=lambda candidate: candidate.row.peak_bytes):
                 judged = self.judged(candidate)
                 if judged.may_be and not (dense.may_be and judged.row.peak_bytes >= dense.row.peak_bytes):
@@ -371,17 +385,16 @@ class JointSearch:
     def _infeasible(self) -> InfeasibleBudgetError:
         found = self._shortfall.least
         assert found is not None
+        self._plan_one_for_the_hint()
         if found.row.loss == _UNKNOWN_LOSS:
-            self.keep(found.told(loss=self._exact(found.rung).divergence))
+            self.keep(found.told(loss=self._ladders.exact(found.rung).divergence))
         return self._shortfall.error(self._limits, self.considered.values(), self._allowance.remedy())
 
-
-def _while_falling(ladder: Iterator[PricedChoice]) -> Iterator[PricedChoice]:
-    """The next candidates of a ladder, until some in a row have larger peaks than the least of them."""
-    least, n_larger = math.inf, 0
-    for found in ladder:
-        yield found
-        n_larger = n_larger + 1 if found.row.peak_bytes >= least else 0
-        least = min(least, found.row.peak_bytes)
-        if n_larger == _PATIENCE:
-            return
+    def _plan_one_for_the_hint(self) -> None:
+        """Plan the fastest of those that would have taken too long, where no other has a plan."""
+        limits, self._limits = self._limits, replace(self._limits, slowdown=math.inf)
+        for found in sorted(filter(self._put_off, self._looked), key=lambda found: found.trace.seconds):
+            if not any(row.seconds for row in self.considered.values()):
+                made = self._planned(found.told(outcome="")).row
+                self.considered[made.share, made.resource] = made
+        self._limits = limits

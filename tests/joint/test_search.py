@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from ctdr_lightning import fit_to_budget
-from ctdr_lightning.basics.errors import ReplayError
+from ctdr_lightning.basics.errors import InfeasibleBudgetError, ReplayError
 from ctdr_lightning.decomposition.trials.bench import Bench
 from ctdr_lightning.joint import pricing, search
 from ctdr_lightning.joint.considered import Considered
 from ctdr_lightning.joint.ladders import DENSE
-from ctdr_lightning.joint.priced_choice import PricedChoice
+from ctdr_lightning.joint.priced_choice import PricedChoice, while_falling
 from tests.joint import parts
 
 
@@ -19,9 +19,32 @@ def at(peak):
 
 def test_a_ladder_is_left_where_peaks_rise_twice_and_goes_on_from_there():
     ladder = iter([at(peak) for peak in (8, 7, 9, 6, 10, 11, 5)])
-    assert [found.row.peak_bytes for found in search._while_falling(ladder)] == [8, 7, 9, 6, 10, 11]
-    assert [found.row.peak_bytes for found in search._while_falling(ladder)] == [5]
-    assert list(search._while_falling(ladder)) == []
+    assert [found.row.peak_bytes for found in while_falling(ladder)] == [8, 7, 9, 6, 10, 11]
+    assert [found.row.peak_bytes for found in while_falling(ladder)] == [5]
+    assert list(while_falling(ladder)) == []
+
+
+def test_a_candidate_that_no_plan_brings_within_the_time_is_planned_once_the_time_gives_way(monkeypatch):
+    refused = []
+    monkeypatch.setattr(pricing, "lower_bound_seconds", lambda step, peak_bytes: refused.append(peak_bytes) or 1e9)
+    monkeypatch.setattr(pricing, "PLANNING_S", 0.1)
+    net = parts.network()
+    dense = fit_to_budget(parts.network(), parts.step, parts.batches(), "1GiB", progress=False)
+    budget = int(0.47 * dense.keep_peak_bytes)  # the dense model has no plan for less than half
+    fit = fit_to_budget(net, parts.step, parts.batches(), budget, progress=False)
+    assert refused
+    assert not fit.is_dense
+    assert fit.plan.peak_bytes <= budget
+
+
+def test_the_error_names_the_time_of_a_candidate_that_was_not_planned_for_it_would_have_taken_too_long(monkeypatch):
+    monkeypatch.setattr(pricing, "lower_bound_seconds", lambda step, peak_bytes: 1e9)
+    monkeypatch.setattr(pricing, "PLANNING_S", 0.1)
+    keep_bytes = fit_to_budget(parts.network(), parts.step, parts.batches(), "1GiB", progress=False).keep_peak_bytes
+    with pytest.raises(InfeasibleBudgetError, match="It fits at x"):
+        fit_to_budget(
+            parts.network(), parts.step, parts.batches(), int(0.47 * keep_bytes), max_slowdown=9.0, progress=False
+        )
 
 
 @pytest.mark.parametrize("max_loss", [10.0, 1e-9])

