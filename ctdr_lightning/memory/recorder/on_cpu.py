@@ -16,6 +16,7 @@ from ctdr_lightning.basics.torch_private import FakeTensorMode, OpOverload, no_d
 
 _LAYER = torch.ops.aten.mkldnn_rnn_layer.default
 LAYER_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
+RECURRENT = (_LAYER, LAYER_BACKWARD)
 _WORKSPACE = 3  # its place among the results
 _sizes: dict[Hashable, int] = {}
 

@@ -35,7 +35,7 @@ from ctdr_lightning.basics.torch_private import (
     tree_map_only,
 )
 from ctdr_lightning.memory.recorder.gpu_workspace import MODELLED, chunked_loss_bytes, convolution_workspace_bytes
-from ctdr_lightning.memory.recorder.on_cpu import LAYER_BACKWARD, with_workspace
+from ctdr_lightning.memory.recorder.on_cpu import LAYER_BACKWARD, RECURRENT, with_workspace
 from ctdr_lightning.memory.tape.clock import CpuClock, Timed
 from ctdr_lightning.memory.values.chunk_loop import CHUNKS, Round
 from ctdr_lightning.memory.values.op_traits import is_float, may_run_on_dummies, traits
@@ -50,12 +50,20 @@ _POINTWISE_WITH_BUFFERS = {
     "aten.native_dropout_backward.default",
 }
 _UNCAST = {torch.float32, torch.float64}
-_BATCHED = {  # from op to the positions of its batched arguments; of other ops those as long as the first are batched
+# From op to the positions of its batched arguments, the number of samples among them. Of other ops those are batched
+# that have as many dimensions as the first and are as long. Kernels of norms believe their arguments: a BatchNorm of 64
+# channels would write past the end of statistics that were shortened with its 64 samples.
+_BATCHED = {
     "aten.convolution.default": (0,),
     "aten.convolution_backward.default": (0, 1),
     "aten.native_batch_norm_backward.default": (0, 1),
+    "aten.native_group_norm.default": (0, 3),
+    "aten.native_group_norm_backward.default": (0, 1, 2, 3, 5),
     "aten.native_layer_norm.default": (0,),
     "aten.native_layer_norm_backward.default": (0, 1, 3, 4),
+    "aten.nll_loss_forward.default": (0, 1),
+    "aten.nll_loss2d_forward.default": (0, 1),
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": (0, 1, 2, 3, 4, 5),
 }
 PRODUCTS = {"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"}
 _AFFORDABLE_BYTES = 32 * 2**20
@@ -233,7 +241,7 @@ class WorkspaceProbe:
         dummies = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, _Dummy)]
         full = dummies[0].shape[0] if dummies[0].shape else 1
         affordable = max(4, full * _AFFORDABLE_BYTES // max(sum(dummy.n_bytes() for dummy in dummies), 1))
-        if not self.fake or full <= affordable:
+        if not self.fake or full <= affordable or _must_be_whole(func, args, kwargs, full):
             return [((func, args, kwargs), 1.0)]
         half = affordable // 2
         slope = (full - half) / half
@@ -241,16 +249,35 @@ class WorkspaceProbe:
         return [(low, 1 - slope), (high, slope)]
 
 
+def _must_be_whole(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], full: int) -> bool:
+    """Whether fewer samples might contradict another argument: a state, or a number that may be that of the samples."""
+    leaves = tree_flatten((args, kwargs))[0]
+    counted = traits(func).name not in _BATCHED and any(type(leaf) is int and leaf == full for leaf in leaves)
+    return counted or func in RECURRENT
+
+
 def _at_batch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], full: int, batch: int) -> _Call:
-    batched = _BATCHED.get(traits(func).name)
-    if batched is not None:
-        return func, tuple(a.at_batch(batch) if i in batched else a for i, a in enumerate(args)), kwargs
+    """The same call with fewer samples."""
+    first = next(leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, _Dummy))
 
     def smaller(dummy: _Dummy) -> _Dummy:
-        return dummy.at_batch(batch) if dummy.shape[:1] == (full,) else dummy
+        alike = len(dummy.shape) == len(first.shape) and dummy.shape[0] == full
+        return dummy.at_batch(batch) if alike else dummy
 
-    args, kwargs = tree_map_only(_Dummy, smaller, (args, kwargs))
+    batched = _BATCHED.get(traits(func).name)
+    if batched is None:
+        args, kwargs = tree_map_only(_Dummy, smaller, (args, kwargs))
+    else:
+        args = tuple(_shortened(a, batch) if i in batched else a for i, a in enumerate(args))
+        kwargs = tree_map_only(_Dummy, smaller, kwargs)
     return func, args, kwargs
+
+
+def _shortened(argument: Any, batch: int) -> Any:
+    """A batched argument at another number of samples."""
+    if isinstance(argument, _Dummy):
+        return argument.at_batch(batch)
+    return batch if isinstance(argument, int) else argument
 
 
 def _workspaces(calls: Sequence[_Call]) -> list[int | None]:

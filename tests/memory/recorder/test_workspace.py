@@ -9,10 +9,12 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from ctdr_lightning.basics.devices import DeviceModel
-from ctdr_lightning.basics.torch_private import profiler_events
+from ctdr_lightning.basics.torch_private import profiler_events, tree_leaves
 from ctdr_lightning.memory import record, record_fake, simulate
+from ctdr_lightning.memory.recorder import workspace
 from ctdr_lightning.memory.recorder.profiler import memory_profiler
 from ctdr_lightning.memory.recorder.workspace import WorkspaceProbe
+from ctdr_lightning.memory.values.op_traits import traits
 from tests import forks
 
 
@@ -50,6 +52,37 @@ def test_peaks_with_workspaces_are_the_allocators(width, batch):
     assert plain == pytest.approx(measured_peak(lambda: step().backward()), rel=0.01)
     fake = record_fake(module, x, lambda m, y: m(y).square().mean())
     assert simulate(fake).peak_bytes - fake.resident_bytes == pytest.approx(plain, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("norm", "name"),
+    [
+        (nn.BatchNorm2d(16), "aten.native_batch_norm.default"),
+        (nn.GroupNorm(4, 16), "aten.native_group_norm.default"),
+        (nn.GroupNorm(4, 16), "aten.native_group_norm_backward.default"),
+        (nn.LayerNorm(16), "aten.native_layer_norm.default"),
+        (
+            nn.Sequential(nn.Conv2d(16, 16, 1), nn.UpsamplingBilinear2d(scale_factor=2)),
+            "aten.upsample_bilinear2d_backward.default",
+        ),
+    ],
+    ids=str,
+)
+def test_as_many_samples_as_channels_are_told_apart_where_fewer_samples_are_run(norm, name, monkeypatch):
+    """A kernel that took statistics of 4 for 16 channels would write past their end."""
+    called = []
+    monkeypatch.setattr(workspace, "_AFFORDABLE_BYTES", 2**12)
+    monkeypatch.setattr(workspace, "_workspace", lambda call: called.append(call) or 0)
+    record_fake(nn.Sequential(norm), torch.randn(16, 16, 16, 16), lambda m, y: m(y).square().mean())
+    seen = [args for func, args, _ in called if traits(func).name == name]
+    assert seen
+    for args in seen:
+        image, *others = [leaf for leaf in args if isinstance(leaf, workspace._Dummy)]
+        assert image.shape[0] in (4, 2, 16)
+        assert all(other.shape[0] == 16 for other in others if len(other.shape) == 1)
+        assert all(other.shape[0] == image.shape[0] for other in others if len(other.shape) > 1)
+        numbers = [leaf for leaf in tree_leaves(args) if type(leaf) is int and leaf in (2, 4, 16)]
+        assert image.shape[0] == 16 or image.shape[0] in numbers or "group" not in name
 
 
 class Recurrent(nn.Module):
