@@ -94,7 +94,8 @@ def test_the_copies_of_a_retry_count_in_what_is_chosen():
         peaks.append(callback.fit.dense_peak_bytes)
     batch = next(iter(parts.loaders()[0]))
     copied = sum(t.nbytes for t in (*module().buffers(), *batch) if t.numel() <= SMALL_ELEMENTS)
-    assert peaks[0] - peaks[1] == with_room(copied) > 0
+    state = torch.get_rng_state().nbytes if torch.get_default_device().type == "cpu" else 0
+    assert peaks[0] - peaks[1] == with_room(copied + state) > 0
 
 
 def test_a_run_that_may_stay_dense_is_the_plain_run_to_the_bit():

@@ -181,6 +181,11 @@ class Retry(Layer):
         self._standing.release()
         self._memory.copies(self._next_bytes)
 
+    def leave(self) -> None:
+        """Let go of the module, and of everything that was found in it."""
+        self._snapshot = self._forward = self._loss = self._module = None
+        self._standing = Standing()
+
     def _until_it_fits(
         self, run: Run, again: Run | None = None, hindrance: str = "", freed: Tensor | None = None
     ) -> Any:

@@ -192,5 +192,7 @@ def _stays(trail: Trail, tensor: Tensor) -> bool:
 
 
 def _is_negligible(tensor: Tensor) -> bool:
-    plain = tensor.layout == torch.strided and not tensor.requires_grad
-    return plain and type(tensor) is Tensor and tensor.untyped_storage().nbytes() <= NEGLIGIBLE_BYTES
+    if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.requires_grad:
+        return False
+    # both: a part of a large storage holds it all, and FSDP empties storages that it fills again
+    return max(tensor.nbytes, tensor.untyped_storage().nbytes()) <= NEGLIGIBLE_BYTES
