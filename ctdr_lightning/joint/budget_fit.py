@@ -14,15 +14,15 @@ from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.files import write_text
 from ctdr_lightning.basics.units import format_bytes, format_seconds
 from ctdr_lightning.decomposition.choose.choices import Choices
-from ctdr_lightning.decomposition.report import MOST_ERROR, Report
+from ctdr_lightning.decomposition.report import Report
 from ctdr_lightning.joint.considered import OPTION_HEAD, Considered, Option, options_of
 from ctdr_lightning.memory.lean.tiles import tiles_in_words
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.traces.trace import Trace
 
 BUDGET_FIT_VERSION = 2
-# In nats: a digits CNN that was trained loses 2e-5 at a quarter of its weights, and 2e-11 as it was drawn.
-_NO_LOSS = 1e-7
+# In nats. Of four networks it is 0.7 to 2.2 when they are trained, and 2e-8 to 0.15 before.
+_LEAST_SPREAD = 0.2
 CLOCK_ERROR = 1.05  # medians of a few pairs of steps spread by 3 %: a step of 1.05 of a limit still keeps it
 
 
@@ -72,6 +72,7 @@ class _Numbers:
     measured_slowdown: float
     measured_peak_bytes: int
     search_s: float = 0.0
+    spread: float = -1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,7 @@ class BudgetFit(_Numbers):
         tiles: From names of modules to their numbers of tiles, where they run so: the plan is for steps whose forward
             runs in ``TiledModules(model, fit.tiles)``.
         search_s: Seconds that the choice took.
+        spread: Mean divergence of the dense outputs from their own mean, in nats; -1 where it is not known.
         dense_step: The dense model's step on the recorded batch, with all resident bytes; None where the fit was read
             from JSON, which leaves it out.
     """
@@ -176,10 +178,13 @@ class BudgetFit(_Numbers):
         ]
 
     def _untrained(self) -> list[str]:
-        """Large cuts that change no output: those of a network whose outputs hardly depend on its inputs yet."""
-        if self.loss > _NO_LOSS or not any(row.relative_error > MOST_ERROR for row in self.report.layers):
+        """A cut of a network whose outputs hardly depend on its inputs yet."""
+        if self.is_dense or not 0 <= self.spread < _LEAST_SPREAD:
             return []
-        return ["The network looks untrained: its outputs tell no cost of a cut. Train it first, or use rank=None."]
+        return [
+            f"The dense outputs are {self.spread:.2g} nats from their own mean, as those of untrained networks: they "
+            "tell little of a cut's cost. Train it first, or use rank=None."
+        ]
 
     def _left_out(self) -> list[str]:
         if not self.leaving_out:

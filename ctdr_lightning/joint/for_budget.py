@@ -152,7 +152,7 @@ def fit_to_budget(
         report = _report(bench, found, search.considered[DENSE.share, DENSE.resource].parameters)
         if found.trial is not None:
             bench.adopt(found.trial)
-    fit = _told_lean(_fit(found, report, search, pricer, limits, perf_counter() - begin_s), model, lean)
+    fit = _told_lean(_fit(found, report, search, pricer, limits, bench, perf_counter() - begin_s), model, lean)
     return fit if judge is None or max_loss is None else replace(fit, metric=_change(judge, found, max_loss))
 
 
@@ -235,7 +235,13 @@ def _change(judge: MetricJudge, found: PricedChoice, allowed: float) -> MetricCh
 
 
 def _fit(
-    found: PricedChoice, report: Report, search: JointSearch, pricer: Pricer, limits: Limits, search_s: float
+    found: PricedChoice,
+    report: Report,
+    search: JointSearch,
+    pricer: Pricer,
+    limits: Limits,
+    bench: Bench,
+    search_s: float,
 ) -> BudgetFit:
     assert found.plan is not None
     dense = search.considered[DENSE.share, DENSE.resource]
@@ -253,6 +259,7 @@ def _fit(
         measured_peak_bytes=found.measured_peak_bytes,
         considered=tuple(search.considered.values()),
         search_s=search_s,
+        spread=bench.spread if found.trial is not None else -1.0,
         dense_step=search.dense_step,
     )
 
