@@ -104,6 +104,8 @@ class Shortfall:
         ways = [enough] if enough else []
         if not within or _ROOM * least.peak_bytes < within.peak_bytes:
             ways.append(f"{format_roomy(least.peak_bytes)} with max_slowdown {_allowing(self._slowdown(least))}")
+        if not ways:  # the plan of least peak fits, and no search for the budget found it
+            ways.append(format_roomy(round(_ROOM * limits.peak_bytes)))
         return f"Raise memory_budget to {', or to '.join(ways)}, or use a smaller batch."
 
 
