@@ -218,7 +218,8 @@ def _allowance(max_loss: float | None, limits: Limits, bench: Bench, judge: Metr
 
 
 def _usual_loss(bench: Bench) -> float:
-    return min(USUAL_LOSS, USUAL_SHARE * bench.spread)
+    """The divergence of a harmless cut; none is, as far as outputs tell, before a network is trained."""
+    return 0.0 if bench.looks_untrained else min(USUAL_LOSS, USUAL_SHARE * bench.spread)
 
 
 def _negligible_loss(bench: Bench) -> float:

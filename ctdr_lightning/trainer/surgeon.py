@@ -19,11 +19,11 @@ from ctdr_lightning.decomposition.choose.choices import LayerChoice, checked
 from ctdr_lightning.decomposition.choose.costs import CostModel
 from ctdr_lightning.decomposition.choose.request import Request, check_reachable, rank_for
 from ctdr_lightning.decomposition.choose.select import Layer, find_layers
+from ctdr_lightning.decomposition.choose.spectra import look_untrained, stable_rank
 from ctdr_lightning.decomposition.methods import KeepDenseError
 from ctdr_lightning.decomposition.report import LayerReport, LossyLayerWarning, report_of
 from ctdr_lightning.recovery.decisions import first_cut_epoch, split
 from ctdr_lightning.recovery.schedule import Recovery
-from ctdr_lightning.recovery.spectra import look_untrained, stable_rank
 from ctdr_lightning.recovery.transaction import PutBack
 
 Outcome = tuple[CTDRError | None, Choices | None, list[list[str]]]

@@ -188,6 +188,7 @@ def test_a_cut_that_loses_nothing_ends_the_search(bounds, monkeypatch, share, en
     tried, trial = [], Bench.trial
     monkeypatch.setattr(Bench, "trial", lambda self, *args: tried.append(args) or trial(self, *args))
     monkeypatch.setattr(for_budget, "_NEGLIGIBLE_SHARE", share)
+    monkeypatch.setattr(Bench, "looks_untrained", False)
     monkeypatch.setattr(search, "in_turns", lambda *_, once: Turns(0.1, 0.1, 1.0))
     fit = fit_to_budget(parts.network(), parts.step, parts.batches(), round(0.97 * bounds[1]), **PATIENT)
     assert not fit.is_dense

@@ -57,7 +57,8 @@ def test_a_slow_exact_plan_is_better_than_a_cut_that_loses(bounds, monkeypatch):
 @pytest.mark.usefixtures("clock")
 def test_a_fast_cut_that_loses_next_to_nothing_is_better_than_a_slow_exact_plan(bounds, monkeypatch):
     monkeypatch.setattr(for_budget, "USUAL_LOSS", 10.0)
-    monkeypatch.setattr(for_budget, "USUAL_SHARE", 1e9)  # the network is untrained
+    monkeypatch.setattr(for_budget, "USUAL_SHARE", 1e9)
+    monkeypatch.setattr(Bench, "looks_untrained", False)
     fit = chosen(sum(bounds) // 2)
     assert not fit.is_dense
     assert any(said.startswith("Without any cut this budget costs x") for said in fit.sentences())

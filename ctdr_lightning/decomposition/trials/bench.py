@@ -30,6 +30,7 @@ from ctdr_lightning.decomposition.choose.divergence import Judge
 from ctdr_lightning.decomposition.choose.request import MethodLike, Request
 from ctdr_lightning.decomposition.choose.select import Layer, find_layers, on_processor
 from ctdr_lightning.decomposition.choose.sensitivity import Evidence, gather
+from ctdr_lightning.decomposition.choose.spectra import look_untrained
 from ctdr_lightning.decomposition.layers.attention import opened
 from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer
 from ctdr_lightning.decomposition.layers.surgery import factorize, replace_everywhere
@@ -122,6 +123,11 @@ class Bench:
     def spread(self) -> float:
         """Mean divergence of the dense outputs from their own mean, in nats; infinite without batches."""
         return self._dense[0].spread() if self._dense is not None else math.inf
+
+    @cached_property
+    def looks_untrained(self) -> bool:
+        """Whether every dense weight has the spectrum of random numbers."""
+        return look_untrained(layer.weight for layer in self.layers if not layer.refusal)
 
     @property
     def starts(self) -> tuple[Start, ...]:

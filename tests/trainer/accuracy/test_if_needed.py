@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ctdr_lightning import CTDRCallback, plan, restore
 from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError, ReplayError
 from ctdr_lightning.decomposition import FactorizedLayer
+from ctdr_lightning.decomposition.trials.bench import Bench
 from ctdr_lightning.joint import for_budget, pricing, search
 from ctdr_lightning.joint.turns import Turns
 from ctdr_lightning.memory.plans.budget import Budget
@@ -53,6 +54,7 @@ def harmless(monkeypatch):
     """Any cut, of an untrained network too."""
     monkeypatch.setattr(for_budget, "USUAL_LOSS", 10.0)
     monkeypatch.setattr(for_budget, "USUAL_SHARE", 1e9)
+    monkeypatch.setattr(Bench, "looks_untrained", False)
 
 
 def callback(budget, **options):
@@ -112,6 +114,15 @@ def test_the_page_of_a_run_that_was_cut_draws_the_dense_step_too(bounds, plans_t
     peaks = {curve["name"]: max(curve["ys"]) for curve in memory["curves"]}
     assert peaks["dense model"] == pytest.approx(made.fit.dense_peak_bytes, rel=1e-5)
     assert len(peaks) > 1
+
+
+def test_no_cut_of_an_untrained_network_is_harmless(bounds, plans_take, monkeypatch):
+    """Not even where the outputs say so."""
+    monkeypatch.setattr(for_budget, "USUAL_SHARE", 1e9)
+    plans_take(3.0)
+    made = callback(sum(bounds) // 2)
+    fit(module(), made)
+    assert made.fit.is_dense
 
 
 def test_an_untrained_network_is_not_cut_however_slow_the_exact_plan(bounds, plans_take):

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from ctdr_lightning.recovery.spectra import look_untrained, stable_rank
+from ctdr_lightning.decomposition.choose.spectra import look_untrained, stable_rank
 
 
 def reference(weight):
