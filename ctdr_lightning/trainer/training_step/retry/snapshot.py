@@ -87,6 +87,11 @@ class Gradients:
                 leaf.requires_grad_(requires_grad)
 
 
+def _is_emptied(tensor: Tensor) -> bool:
+    """Whether a tensor's memory was taken from it, as FSDP takes that of gathered weights: to read it is a crash."""
+    return type(tensor) is Tensor and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+
+
 class Snapshot:
     """The present state of everything that a step can reach.
 
@@ -146,6 +151,7 @@ class Snapshot:
                 (is_parameter and tensor.requires_grad)
                 or self._versions[index] < 0
                 or (not small and tensor.nbytes > left_bytes)
+                or _is_emptied(tensor)
             ):
                 continue
             left_bytes -= 0 if small else tensor.nbytes
