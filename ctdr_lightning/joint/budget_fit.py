@@ -21,8 +21,6 @@ from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.traces.trace import Trace
 
 BUDGET_FIT_VERSION = 2
-# In nats. Of four networks it is 0.7 to 2.2 when they are trained, and 2e-8 to 0.15 before.
-_LEAST_SPREAD = 0.2
 CLOCK_ERROR = 1.05  # medians of a few pairs of steps spread by 3 %: a step of 1.05 of a limit still keeps it
 
 
@@ -72,7 +70,7 @@ class _Numbers:
     measured_slowdown: float
     measured_peak_bytes: int
     search_s: float = 0.0
-    spread: float = -1.0
+    untrained: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +97,7 @@ class BudgetFit(_Numbers):
         tiles: From names of modules to their numbers of tiles, where they run so: the plan is for steps whose forward
             runs in ``TiledModules(model, fit.tiles)``.
         search_s: Seconds that the choice took.
-        spread: Mean divergence of the dense outputs from their own mean, in nats; -1 where it is not known.
+        untrained: Whether layers were cut whose dense weights all had the spectrum of random numbers.
         dense_step: The dense model's step on the recorded batch, with all resident bytes; None where the fit was read
             from JSON, which leaves it out.
     """
@@ -178,13 +176,9 @@ class BudgetFit(_Numbers):
         ]
 
     def _untrained(self) -> list[str]:
-        """A cut of a network whose outputs hardly depend on its inputs yet."""
-        if self.is_dense or not 0 <= self.spread < _LEAST_SPREAD:
+        if not self.untrained:
             return []
-        return [
-            f"The dense outputs are {self.spread:.2g} nats from their own mean, as those of untrained networks: they "
-            "tell little of a cut's cost. Train it first, or use rank=None."
-        ]
+        return ["The network looks untrained: its outputs tell no cost of a cut. Train it first, or use rank=None."]
 
     def _left_out(self) -> list[str]:
         if not self.leaving_out:

@@ -260,7 +260,7 @@ def _fit(
         measured_peak_bytes=found.measured_peak_bytes,
         considered=tuple(search.considered.values()),
         search_s=search_s,
-        spread=bench.spread if found.trial is not None else -1.0,
+        untrained=found.trial is not None and bench.looks_untrained,
         dense_step=search.dense_step,
     )
 

@@ -211,9 +211,10 @@ def test_a_harmless_cut_comes_before_batches_in_parts(least):
 
 
 def test_layers_are_cut_where_batches_in_parts_do_not_fit_either():
-    chosen = Wide()
-    sort(chosen, callback("1.5MiB"), batch_size=64)
+    chosen, made = Wide(), callback("1.5MiB")
+    sort(chosen, made, batch_size=64)
     assert n_factorized(chosen) > 0
+    assert made.fit.untrained
 
 
 def summed(logits, classes):

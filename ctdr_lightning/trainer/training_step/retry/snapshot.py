@@ -165,8 +165,9 @@ class Snapshot:
 
     @property
     def states(self) -> list[Tensor]:
-        """The states of torch's generators that take memory beside the copies."""
-        return [*(state for _, state in self._generators if isinstance(state, Tensor)), *self._random.states]
+        """The states of torch's generators in the memory that is planned: none on a GPU, as all are the host's."""
+        own = self._random.states
+        return [*(state for _, state in self._generators if isinstance(state, Tensor)), *own] if own else []
 
     def learn(self) -> int:
         """After a successful attempt: remember its writes to tensors that were not copied, for later steps.
