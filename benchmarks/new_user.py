@@ -17,6 +17,7 @@ from statistics import median
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.utilities.rank_zero import rank_zero_module
 from torch.utils.data import DataLoader
 
 from benchmarks.harness import Benchmark, table
@@ -116,7 +117,8 @@ def fitted(job: Job, accumulate: int, *callbacks: Callback, profiled: int = 1) -
         accelerator="cpu", max_epochs=epochs, precision=job.precision, accumulate_grad_batches=accumulate,
         num_sanity_val_steps=0, callbacks=[*callbacks, peaks, times], **quiet,
     )  # fmt: skip
-    logger = logging.getLogger("lightning.pytorch")
+    # The logger that Lightning writes to: `pytorch_lightning`, where it is imported as well, puts its own there.
+    logger = rank_zero_module.log
     logger.addHandler(listener)
     try:
         trainer.fit(module, DataLoader(train, job.size, shuffle=True), DataLoader(held_out, 4 * job.size))
