@@ -13,6 +13,7 @@ from ctdr_lightning.basics.documents import damaged, parse_document, plain_of, r
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.files import write_text
 from ctdr_lightning.basics.units import format_bytes, format_seconds
+from ctdr_lightning.decomposition.choose.by_share import Start
 from ctdr_lightning.decomposition.choose.choices import Choices
 from ctdr_lightning.decomposition.report import Report
 from ctdr_lightning.joint.considered import OPTION_HEAD, Considered, Option, options_of
@@ -96,6 +97,7 @@ class BudgetFit(_Numbers):
             steps whose forward runs in ``LazyHeads(model, fit.leaving_out)``.
         tiles: From names of modules to their numbers of tiles, where they run so: the plan is for steps whose forward
             runs in ``TiledModules(model, fit.tiles)``.
+        start: Weighting of errors by which the chosen factors were made.
         search_s: Seconds that the choice took.
         untrained: Whether layers were cut whose dense weights all had the spectrum of random numbers.
         dense_step: The dense model's step on the recorded batch, with all resident bytes; None where the fit was read
@@ -109,6 +111,7 @@ class BudgetFit(_Numbers):
     metric: MetricChange | None = None
     leaving_out: tuple[str, ...] = ()
     tiles: Mapping[str, int] = field(default_factory=dict)
+    start: Start = field(default_factory=Start)
     dense_step: Trace | None = None
 
     @property
@@ -206,7 +209,7 @@ class BudgetFit(_Numbers):
         plain: dict[str, Any] = {"kind": "budget fit", "version": BUDGET_FIT_VERSION}
         plain |= {part.name: getattr(self, part.name) for part in fields(self) if part.name != "dense_step"}
         plain |= {"tiles": dict(self.tiles), "choices": self.choices.to_dict(), "plan": json.loads(self.plan.to_json())}
-        plain |= {name: plain_of(getattr(self, name)) for name in ("report", "considered", "metric")}
+        plain |= {name: plain_of(getattr(self, name)) for name in ("report", "considered", "metric", "start")}
         text = json.dumps(plain, indent=1) + "\n"
         if path is not None:
             write_text(path, text)
@@ -223,6 +226,7 @@ class BudgetFit(_Numbers):
         try:
             rest = {name: item for name, item in data.items() if name not in ("kind", "version", "choices", "plan")}
             report, considered, metric = rest.pop("report"), rest.pop("considered"), rest.pop("metric", None)
+            start = read_record(Start, rest.pop("start", {}))
             leaving_out = tuple(map(str, rest.pop("leaving_out", ())))
             tiles = {str(name): int(number) for name, number in rest.pop("tiles", {}).items()}
             return cls(
@@ -233,6 +237,7 @@ class BudgetFit(_Numbers):
                 metric=read_record(MetricChange, metric) if metric is not None else None,
                 leaving_out=leaving_out,
                 tiles=tiles,
+                start=start,
                 **asdict(read_record(_Numbers, rest)),
             )
         except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:

@@ -20,6 +20,7 @@ from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.gpu_memory import read_budget
 from ctdr_lightning.basics.progress_bar import one_bar, track
 from ctdr_lightning.decomposition.choose.batches import first_batches, set_aside
+from ctdr_lightning.decomposition.choose.by_share import Start
 from ctdr_lightning.decomposition.choose.choices import LayerChoice
 from ctdr_lightning.decomposition.choose.uncovered import staying_weights
 from ctdr_lightning.decomposition.report import LayerReport, Report, layer_report
@@ -148,7 +149,7 @@ def fit_to_budget(
             negligible = partial(_negligible_loss, bench)
             asks = partial(spare, pricer.step, limits.peak_bytes or 0)
             search = JointSearch(bench, forward, pricer, limits, allowance, harmless, negligible, asks, bar.__next__)
-            found = _refined(bench, search, search.run() if given is None else search.given(given.choices))
+            found = _refined(bench, search, search.run() if given is None else search.given(given.choices, given.start))
         report = _report(bench, found, search.considered[DENSE.share, DENSE.resource].parameters)
         if found.trial is not None:
             bench.adopt(found.trial)
@@ -259,6 +260,7 @@ def _fit(
         measured_slowdown=found.row.measured_slowdown,
         measured_peak_bytes=found.measured_peak_bytes,
         considered=tuple(search.considered.values()),
+        start=found.trial.start if found.trial is not None else Start(),
         search_s=search_s,
         untrained=found.trial is not None and bench.looks_untrained,
         dense_step=search.dense_step,

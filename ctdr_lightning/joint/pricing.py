@@ -9,7 +9,6 @@ runs other ops there, every candidate is recorded for real.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -40,7 +39,7 @@ from ctdr_lightning.memory.traces.trace import OpRecord, Trace
 from ctdr_lightning.memory.traces.typical_seconds import steady
 
 _log = logging.getLogger(__name__)
-# A step of two seconds and more is timed once and recorded once: ResNet-50's at batch 32 takes 8 s on a core.
+# A step of two seconds and more is run once, and recorded meanwhile: ResNet-50's at batch 32 takes 8 s on a core.
 _N_RECORDINGS, _LONG_S = 3, 2.0
 _SAFE_SHARE = 0.8  # of the free memory: fragments take the rest
 # With 0.3 s of thought a 30 MiB plan of the demo's network took 0.26 s a step, with 1 s and with 5 s 0.21 s.
@@ -122,22 +121,33 @@ class Pricer:
         return self.dense_s >= _LONG_S
 
     def _dense_step(self) -> Trace:
-        """Record the dense step and time it by the clock, where it fits; a long one is run twice in all."""
-        whole = RealStep(self._model, partial(self.step, self._model, self._batch))
+        """Record the dense step, where it fits without limits of memory, and time it; a long one is run once."""
+        self.dense_runs = True
         try:
-            first_s = whole.seconds()
+            recordings = [self.recorded(self._model)]
         except torch.OutOfMemoryError:
-            first_s = math.inf
-        self.dense_runs = first_s < math.inf
-        recordings = [self.recorded(self._model)]
+            self.dense_runs = False
+            recordings = [self.recorded(self._model)]
         # a short step may be slow the first time, a long one hardly: its first run is its time
-        is_long = min(first_s, recordings[0].seconds) >= _LONG_S
+        is_long = recordings[0].seconds >= _LONG_S
         recordings += [self.recorded(self._model) for _ in range(0 if is_long else _N_RECORDINGS - 1)]
         recorded = steady(recordings)
-        self.dense_s = first_s if self.dense_runs else recorded.seconds
+        self.dense_s = recorded.seconds
         if self.dense_runs and not is_long:
+            whole = RealStep(self._model, partial(self.step, self._model, self._batch))
             self.dense_s = min(whole.seconds() for _ in range(_N_RECORDINGS))
         return recorded
+
+    def foretells(self, made: Plan | None, slowdown: float) -> bool:
+        """Whether a plan of the dense step takes no longer, which is known without a run where the step is long.
+
+        Its ops' times were recorded in the step, and the tape's own time is small beside them.
+
+        Args:
+            made: The plan.
+            slowdown: In dense steps.
+        """
+        return self.is_long and made is not None and self.slowdown(made.seconds) <= slowdown
 
     def choose_lean(self, budget_bytes: int | None, *, tiles: bool) -> LeanChoice | None:
         """A leaner dense step for a budget; None where the plain one fits unchanged, or nothing is gained.

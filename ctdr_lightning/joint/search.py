@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from ctdr_lightning.basics.errors import InfeasibleBudgetError, ReplayError
 from ctdr_lightning.basics.progress_bar import doing
 from ctdr_lightning.basics.units import format_bytes
+from ctdr_lightning.decomposition.choose.by_share import Start
 from ctdr_lightning.decomposition.choose.choices import Choices
 from ctdr_lightning.decomposition.trials.bench import Bench, Trial
 from ctdr_lightning.joint.allowance import Allowance
@@ -90,6 +91,7 @@ class JointSearch:
         self._bench, self._model, self._forward = bench, bench.model, forward
         self._pricer, self._note, self._negligible, self._spare = pricer, note, negligible, spare
         self._ladders = Ladders(bench, hurried=pricer.is_long, enough=negligible)
+        self._dense = RealStep(self._model, partial(forward, self._model))
         self._limits, self._allowance, self._harmless = limits, allowance, harmless
         self._shortfall = Shortfall(pricer)
         self._seen: list[object] = []
@@ -101,8 +103,7 @@ class JointSearch:
         """The answer.
 
         Raises:
-            InfeasibleBudgetError: If nothing keeps to the limits, with the least peak and the loss at it; or if only
-                cuts that lose something do, and the caller has an exact means.
+            InfeasibleBudgetError: If nothing keeps to the limits, with the least peak; or if cuts alone do and `spare`.
         """
         for slowdown, allowance in self._passes():
             found = self._first(slowdown, allowance)
@@ -144,8 +145,8 @@ class JointSearch:
         self._limits = replace(self._limits, slowdown=slowdown)
         self._seen.clear()
 
-    def given(self, choices: Choices) -> PricedChoice:
-        """The answer that choices describe, priced, judged and timed.
+    def given(self, choices: Choices, start: Start) -> PricedChoice:
+        """The answer that choices describe, their factors made by a weighting of errors: priced, judged and timed.
 
         Raises:
             ConfigError: If they do not fit the model.
@@ -155,7 +156,7 @@ class JointSearch:
             self._relax(math.inf)
         found = self.look(DENSE)
         if choices.factorized:
-            found = self.look(Rung(0.0, "given", choices))
+            found = self.look(Rung(0.0, "given", choices, start))
             found = self.judged(found, self._ladders.exact) if found.may_be else found
         found = self._tested(found) if found.may_be else found
         if not found.may_be:
@@ -288,7 +289,8 @@ class JointSearch:
         refusal = self._allowance.refusal(found.trial) if found.trial is not None else ""
         if refusal:  # by knowledge gained since it was judged
             return found.told(outcome=refusal)
-        timed = self.timed(found)
+        is_known = found.trial is None and self._pricer.foretells(found.plan, self._limits.slowdown)
+        timed = found if is_known else self.timed(found)
         return self._settled(timed) if timed.may_be else timed
 
     def _settled(self, found: PricedChoice) -> PricedChoice:
@@ -356,24 +358,22 @@ class JointSearch:
 
     def _clocked(self, found: PricedChoice, model: nn.Module) -> PricedChoice:
         forward = partial(self._forward, model)
-        step = RealStep(model, forward, found.plan)
-        peak_bytes, diverged = step.watched()
-        if diverged:  # another step than the one on fake tensors: plan the real one
+        watched = RealStep(model, forward, found.plan).watched()
+        if watched.diverged:  # another step than the one on fake tensors: plan the real one
             found = self._in_time(self._planned(replace(found, trace=self._pricer.really(model))))
             if not found.may_be:
                 return found
-            step = RealStep(model, forward, found.plan)
-            peak_bytes, _ = step.watched()
-        found = replace(found, measured_peak_bytes=peak_bytes + found.trace.resident_bytes)
+            watched = RealStep(model, forward, found.plan).watched()
+        found = replace(found, measured_peak_bytes=watched.peak_bytes + found.trace.resident_bytes)
         if not self._pricer.dense_runs:
             return found
         if found.trial is None and found.plan is not None and found.plan.keeps_all:  # it is the dense step
             return found.told(measured_slowdown=1.0)
-        dense = RealStep(self._model, partial(self._forward, self._model))
-        turns = in_turns(dense, step, once=self._pricer.is_long)
-        found = found.told(measured_slowdown=turns.ratio)
-        if turns.ratio > self._limits.slowdown * CLOCK_ERROR:
-            return found.told(outcome=f"too slow: {turns.ratio:.2f} dense steps by the clock")
+        step, is_long = RealStep(model, forward, found.plan), self._pricer.is_long
+        ratio = watched.seconds / self._pricer.dense_s if is_long else in_turns(self._dense, step).ratio
+        found = found.told(measured_slowdown=ratio)
+        if ratio > self._limits.slowdown * CLOCK_ERROR:
+            return found.told(outcome=f"too slow: {ratio:.2f} dense steps by the clock")
         return found
 
     def keep(self, found: PricedChoice) -> PricedChoice:

@@ -21,6 +21,21 @@ _LEAST_PAIRS, _MOST_PAIRS, _ENOUGH_S = 3, 9, 2.0
 
 
 @dataclass(frozen=True)
+class Watched:
+    """One run of a step.
+
+    Attributes:
+        peak_bytes: The largest memory above the start, new gradients included.
+        diverged: Where the step differed from its plan, in words; empty where it did not.
+        seconds: Time of the run; of a short step largely that of its watch.
+    """
+
+    peak_bytes: int
+    diverged: str
+    seconds: float
+
+
+@dataclass(frozen=True)
 class RealStep:
     """A training step that can be run: forward and backward of one batch.
 
@@ -50,25 +65,28 @@ class RealStep:
 
     def seconds(self) -> float:
         """Time of one run."""
-        device = self._device
-        synchronize(device)
-        start_s = now_s(device.type)
-        self.run()
-        synchronize(device)
-        return now_s(device.type) - start_s
+        return self._clocked()[1]
 
-    def watched(self) -> tuple[int, str]:
-        """Run once; returns the largest memory above the start, new gradients included, and the result of `run`."""
+    def watched(self) -> Watched:
+        """Run once, its memory counted."""
         for parameter in self.model.parameters():
             parameter.grad = None
         device = self._device
         if device.type == "cuda":
             before = watch_peak(device)
-            diverged = self.run()
-            return counts(device).allocated_peak - before.allocated, diverged
+            diverged, seconds = self._clocked()
+            return Watched(counts(device).allocated_peak - before.allocated, diverged, seconds)
         with PeakMeter() as meter:
-            diverged = self.run()
-        return meter.live.peak, diverged
+            diverged, seconds = self._clocked()
+        return Watched(meter.live.peak, diverged, seconds)
+
+    def _clocked(self) -> tuple[str, float]:
+        device = self._device
+        synchronize(device)
+        start_s = now_s(device.type)
+        diverged = self.run()
+        synchronize(device)
+        return diverged, now_s(device.type) - start_s
 
 
 @dataclass(frozen=True)
@@ -86,20 +104,17 @@ class Turns:
     ratio: float
 
 
-def in_turns(first: RealStep, second: RealStep, *, once: bool = False) -> Turns:
-    """Time two steps in turns.
+def in_turns(first: RealStep, second: RealStep) -> Turns:
+    """Time two steps in turns, after one run of each to warm up.
 
     Args:
         first: The reference.
         second: The other.
-        once: Run one pair, for long steps that were run before: a momentary disturbance is a small part of them.
-            Otherwise each is run once to warm up, and then in some pairs.
     """
-    if not once:
-        first.run()
-        second.run()
-    pairs = [(first.seconds(), second.seconds()) for _ in range(1 if once else _LEAST_PAIRS)]
-    while not once and len(pairs) < _MOST_PAIRS and sum(map(sum, pairs)) < _ENOUGH_S:
+    first.run()
+    second.run()
+    pairs = [(first.seconds(), second.seconds()) for _ in range(_LEAST_PAIRS)]
+    while len(pairs) < _MOST_PAIRS and sum(map(sum, pairs)) < _ENOUGH_S:
         pairs.append((first.seconds(), second.seconds()))
     firsts, seconds = zip(*pairs, strict=True)
     return Turns(median(firsts), median(seconds), median(b / a for a, b in pairs))

@@ -49,7 +49,7 @@ def test_where_everything_fits_the_answer_is_the_dense_model_and_says_so():
 
 
 def test_the_dense_step_is_never_too_slow_however_disturbed_the_clock_is(monkeypatch):
-    monkeypatch.setattr(search, "in_turns", lambda *_, once: Turns(0.1, 0.2, 2.0))
+    monkeypatch.setattr(search, "in_turns", lambda *_: Turns(0.1, 0.2, 2.0))
     fit = fit_to_budget(parts.network(), parts.step, parts.batches(), "1GiB", progress=False)
     assert fit.is_dense
     assert fit.plan.keeps_all
@@ -153,7 +153,7 @@ def test_what_cannot_be_met_names_the_least_peak_and_the_loss_there():
 
 @pytest.mark.parametrize(("slowdown", "select", "n_ways"), [(50.0, None, 1), (50.0, "11", 1), (1.0, "11", 2)])
 def test_each_budget_that_the_error_names_is_enough(slowdown, select, n_ways, monkeypatch):
-    monkeypatch.setattr(search, "in_turns", lambda *_, once: Turns(0.1, 0.1, 1.0))
+    monkeypatch.setattr(search, "in_turns", lambda *_: Turns(0.1, 0.1, 1.0))
     given = {"memory_budget": 1000, "max_slowdown": slowdown, "select": select, "progress": False}
     with pytest.raises(InfeasibleBudgetError) as found:
         fit_to_budget(parts.network(), parts.step, parts.batches(), **given)
@@ -174,7 +174,7 @@ def test_without_a_budget_the_time_of_the_step_as_it_is_is_named():
 
 
 def test_where_a_plan_is_too_slow_the_memory_that_is_enough_is_named_too(bounds, monkeypatch):
-    monkeypatch.setattr(search, "in_turns", lambda *_, once: Turns(0.1, 0.1, 1.0))
+    monkeypatch.setattr(search, "in_turns", lambda *_: Turns(0.1, 0.1, 1.0))
     monkeypatch.setattr(search, "_DENSE_ERROR", 1.0)
     given = {"max_slowdown": 1.0, "select": "11", "progress": False}
     with pytest.raises(InfeasibleBudgetError, match=r"raise max_slowdown to .*, or memory_budget to ") as found:
@@ -189,7 +189,7 @@ def test_a_cut_that_loses_nothing_ends_the_search(bounds, monkeypatch, share, en
     monkeypatch.setattr(Bench, "trial", lambda self, *args: tried.append(args) or trial(self, *args))
     monkeypatch.setattr(for_budget, "_NEGLIGIBLE_SHARE", share)
     monkeypatch.setattr(Bench, "looks_untrained", False)
-    monkeypatch.setattr(search, "in_turns", lambda *_, once: Turns(0.1, 0.1, 1.0))
+    monkeypatch.setattr(search, "in_turns", lambda *_: Turns(0.1, 0.1, 1.0))
     fit = fit_to_budget(parts.network(), parts.step, parts.batches(), round(0.97 * bounds[1]), **PATIENT)
     assert not fit.is_dense
     assert (len(tried) == 1) is ends
@@ -198,7 +198,7 @@ def test_a_cut_that_loses_nothing_ends_the_search(bounds, monkeypatch, share, en
 
 @pytest.mark.parametrize(("error", "refused_by"), [(1e9, "clock"), (1e-9, "expected")])
 def test_the_clock_decides_on_the_dense_model_where_its_price_may_be_wrong(bounds, monkeypatch, error, refused_by):
-    monkeypatch.setattr(search, "in_turns", lambda *_, once: Turns(0.1, 0.9, 9.0))
+    monkeypatch.setattr(search, "in_turns", lambda *_: Turns(0.1, 0.9, 9.0))
     monkeypatch.setattr(search, "_DENSE_ERROR", error)
     given = {"max_slowdown": 1.25, "select": "11", "progress": False}
     seen = []

@@ -10,7 +10,6 @@ from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.decomposition import Choices
 from ctdr_lightning.joint import pricing
 from ctdr_lightning.joint.pricing import Pricer, standing
-from ctdr_lightning.joint.turns import RealStep, in_turns
 from ctdr_lightning.joint.twins import twin_of
 from ctdr_lightning.memory.holders.optimizer_bytes import optimizer_of, predict_for
 from ctdr_lightning.memory.simulator.simulator import Simulator
@@ -89,11 +88,12 @@ def test_a_long_step_is_timed_and_recorded_once(monkeypatch):
     net = parts.network()
     pricer = Pricer(net, step, batch, standing(states(2.0), 0))
     assert pricer.is_long
-    assert sum(found is net for found in runs) == 2  # by the clock, recorded
+    assert sum(found is net for found in runs) == 1  # recorded, and timed meanwhile
+    assert pricer.dense_s == pytest.approx(pricer.dense.seconds)
 
 
-def test_a_step_that_was_slow_the_first_time_only_is_not_long(monkeypatch):
-    times = iter((10.0, 0.02, 0.01, 0.03))
+def test_a_short_step_is_timed_by_the_clock(monkeypatch):
+    times = iter((0.02, 0.01, 0.03))
     monkeypatch.setattr(pricing.RealStep, "seconds", lambda _: next(times))
     monkeypatch.setattr(pricing, "_SHORT_S", 0.0)
     pricer = Pricer(parts.network(), parts.step, parts.batches(1)[0], standing(states(2.0), 0))
@@ -101,30 +101,17 @@ def test_a_step_that_was_slow_the_first_time_only_is_not_long(monkeypatch):
     assert pricer.dense_s == 0.01
 
 
-def test_long_steps_that_ran_before_are_timed_in_one_pair():
-    runs = []
-    net = parts.network()
-    steps = [
-        RealStep(net, lambda name=name: runs.append(name) or parts.step(net, parts.batches(1)[0])) for name in "ab"
-    ]
-    turns = in_turns(*steps, once=True)
-    assert runs == ["a", "b"]
-    assert turns.ratio == turns.second_s / turns.first_s
-
-
 def test_a_dense_step_without_memory_is_recorded_within_what_is_left(monkeypatch):
     recorded, asked = pricing.record, []
 
-    def out_of_memory(_):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
     def record(step, **options):
+        if options["budget_bytes"] is None:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
         asked.append(options)
         return recorded(step, **options)
 
     net, batch, plain = priced()
     least = Simulator(plain.dense).peak_bytes - plain.dense.resident_bytes
-    monkeypatch.setattr(pricing.RealStep, "seconds", out_of_memory)
     monkeypatch.setattr(pricing, "left_bytes", lambda device: least)
     monkeypatch.setattr(pricing, "record", record)
     pricer = Pricer(net, parts.step, batch, standing(states(2.0), 0))

@@ -30,7 +30,7 @@ def bounds():
 def clock(monkeypatch):
     """Plans of the dense model take twice its step, factorized ones half of it."""
 
-    def in_turns(dense, step, once):
+    def in_turns(dense, step):
         cut = any(isinstance(layer, FactorizedLayer) for layer in step.model.modules())
         return Turns(1.0, 0.5, 0.5) if cut else Turns(1.0, 2.0, 2.0)
 
@@ -66,7 +66,7 @@ def test_a_fast_cut_that_loses_next_to_nothing_is_better_than_a_slow_exact_plan(
 
 
 def test_where_nothing_fits_within_the_wish_the_time_gives_way_and_not_the_run(bounds, monkeypatch):
-    monkeypatch.setattr(search, "in_turns", lambda *_, once: Turns(1.0, 3.0, 3.0))
+    monkeypatch.setattr(search, "in_turns", lambda *_: Turns(1.0, 3.0, 3.0))
     budget = round(0.9 * bounds[1])
     fit = chosen(budget)
     assert not fit.is_dense

@@ -50,6 +50,7 @@ class CallSeconds:
         self._known: dict[Hashable, float] = {}
         self._measured: dict[Hashable, float] = {}
         self._ratios: dict[str, float] = {}
+        self._longest: dict[str, list[_Call]] = {}
         self._view_s = self._python_s = 0.0
         self._calls: list[_Call] | None = None
 
@@ -77,7 +78,7 @@ class CallSeconds:
                 self._measured[key] = benchmark(func, args, kwargs)
         if key not in self._measured:
             return op_seconds(model_of(_device(args, kwargs)), func, args, kwargs, out)
-        return self._measured[key] * self._ratios.get(func.name(), 1.0)
+        return self._measured[key] * self._ratio(func.name())
 
     def learn(self, again: Callable[[], Trace], real: Trace, step_s: float = 0.0) -> bool:
         """Take the calls' times from a real step.
@@ -105,22 +106,28 @@ class CallSeconds:
         self._known = {key: median(seconds) for key, seconds in taken.items()}
         views = [op.seconds for (_, func, *_), op in zip(calls, real.ops, strict=True) if traits(func).view]
         self._view_s = median(views) if views else 0.0
-        self._compare(calls)
+        self._longest, self._ratios = self._longest_of(calls), {}
         self._python_s = max(step_s - sum(self._known[call[0]] for call in calls), 0.0) / max(len(calls), 1)
         return True
 
-    def _compare(self, calls: Sequence[_Call]) -> None:
-        """Find how much longer an op takes in a step, with cold caches, than in a loop."""
-        distinct = {key: (func, args, kwargs) for key, func, args, kwargs in calls}
-        by_op: dict[str, list[Hashable]] = defaultdict(list)
-        for key, (func, args, kwargs) in distinct.items():
+    def _ratio(self, name: str) -> float:
+        """Time of an op in a step, with cold caches, over its time in a loop."""
+        if name not in self._ratios:
+            longest, alone = self._longest.get(name, []), 0.0
+            with suppress(RuntimeError):  # as of the new call
+                alone = sum(benchmark(func, args, kwargs) for _, func, args, kwargs in longest)
+            ratio = sum(self._known[key] for key, *_ in longest) / alone if alone else 1.0
+            self._ratios[name] = min(max(ratio, 1 / _MOST_RATIO), _MOST_RATIO)
+        return self._ratios[name]
+
+    def _longest_of(self, calls: Sequence[_Call]) -> dict[str, list[_Call]]:
+        """By op, the longest of a step's distinct calls that may be run alone."""
+        found: dict[str, list[_Call]] = defaultdict(list)
+        for call in {call[0]: call for call in calls}.values():
+            _, func, args, kwargs = call
             if not traits(func).view and _may_be_timed(func, args, kwargs):
-                by_op[func.name()].append(key)
-        for name, keys in by_op.items():
-            longest = sorted(keys, key=lambda key: -self._known[key])[:_COMPARED]
-            in_step = sum(self._known[key] for key in longest)
-            alone = sum(benchmark(*distinct[key]) for key in longest)
-            self._ratios[name] = min(max(in_step / max(alone, 1e-9), 1 / _MOST_RATIO), _MOST_RATIO)
+                found[func.name()].append(call)
+        return {name: sorted(some, key=lambda call: -self._known[call[0]])[:_COMPARED] for name, some in found.items()}
 
 
 def _may_be_timed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

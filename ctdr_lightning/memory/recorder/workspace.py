@@ -68,6 +68,8 @@ _BATCHED = {
 PRODUCTS = {"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"}
 _AFFORDABLE_BYTES = 32 * 2**20
 _Call = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
+# Candidates of a choice share most of their calls, and all batch sizes their shortened ones.
+_MEASURED: dict[Hashable, int | None] = {}
 
 
 def needs_no_workspace(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -201,9 +203,7 @@ class WorkspaceProbe:
     def _want(self, index: int, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         args, kwargs = tree_map_only(Tensor, _Dummy.of, (args, kwargs))
         args, kwargs = tree_map_only(torch.Generator, lambda _: None, (args, kwargs))  # it is not drawn from
-        leaves, spec = tree_flatten((args, kwargs))
-        key = (func, spec, *(leaf if isinstance(leaf, _Dummy) else str(leaf) for leaf in leaves))
-        self._wanted[index] = key
+        self._wanted[index] = key = _key((func, args, kwargs))
         self._calls.setdefault(key, (func, args, kwargs))
 
     def measure(self) -> dict[int, int]:
@@ -280,10 +280,23 @@ def _shortened(argument: Any, batch: int) -> Any:
     return batch if isinstance(argument, int) else argument
 
 
+def _key(call: _Call) -> Hashable:
+    func, *arguments = call
+    leaves, spec = tree_flatten(arguments)
+    return func, spec, *(leaf if isinstance(leaf, _Dummy) else str(leaf) for leaf in leaves)
+
+
 def _workspaces(calls: Sequence[_Call]) -> list[int | None]:
     """For each call the peak of its allocations above its result; None if it cannot run alone."""
-    if not calls:
-        return []
+    settings = torch.get_num_threads(), torch.backends.mkldnn.enabled, torch.get_float32_matmul_precision()
+    keys = [(settings, _key(call)) for call in calls]
+    new = {key: call for key, call in zip(keys, calls, strict=True) if key not in _MEASURED}
+    if new:
+        _MEASURED.update(zip(new, _measured(list(new.values())), strict=True))
+    return [_MEASURED[key] for key in keys]
+
+
+def _measured(calls: Sequence[_Call]) -> list[int | None]:
     drawn = torch.get_rng_state()  # the calls draw from the generator that the step draws from
     try:
         with ThreadPoolExecutor(1) as thread:  # undisturbed by a profiler of the user's

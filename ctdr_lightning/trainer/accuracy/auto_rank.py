@@ -19,6 +19,7 @@ from ctdr_lightning.joint.metric import MetricLike, alone, is_torchmetric, name_
 from ctdr_lightning.joint.pricing import Account
 from ctdr_lightning.memory import Trace, record_fake
 from ctdr_lightning.memory.account.batch import BatchAccount
+from ctdr_lightning.trainer.accuracy.kept_choice import KeptChoice, question_of
 from ctdr_lightning.trainer.accuracy.training_data import TrainingData
 from ctdr_lightning.trainer.fake_trainer import optimizers_of
 from ctdr_lightning.trainer.options import CallbackOptions
@@ -82,15 +83,17 @@ class AutoRank(TrainingData):
     def _decomposed(
         self, double: LightningModule, batches: Sequence[Any], step: Callable[[Any, Any], Any], options: Any
     ) -> Report:
-        asked, first = self._asked, batches[0][1]
-        account, in_parts = partial(self._account, _optimizer(double), first), self._may_cut(first)
-        self.fit = fit_to_budget(
-            double, partial(_loss, self._trainer, step), batches, asked.memory_budget,
+        asked, first, optimizer = self._asked, batches[0][1], _optimizer(double)
+        account, in_parts = partial(self._account, optimizer, first), self._may_cut(first)
+        kept = KeptChoice(self._trainer, question_of(self._trainer, asked, double, optimizer, first))
+        ask = partial(
+            fit_to_budget, double, partial(_loss, self._trainer, step), batches, asked.memory_budget,
             max_slowdown=asked.max_slowdown, max_loss=asked.max_loss, method=asked.method, select=asked.select,
             metric=self._metric(double), progress=asked.verbose, prefer_dense=asked.prefers_dense,
             rounding=asked.rounding, tiles=asked.prefers_dense and not in_parts, account=account,
             spare=partial(self._fits_in_parts, double, batches[0], account) if in_parts else _never,
         )  # fmt: skip
+        self.fit = kept.answer(lambda given: ask(given=given))
         return self.fit.report
 
     def _fits_in_parts(

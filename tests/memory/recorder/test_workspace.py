@@ -73,6 +73,7 @@ def test_as_many_samples_as_channels_are_told_apart_where_fewer_samples_are_run(
     called = []
     monkeypatch.setattr(workspace, "_AFFORDABLE_BYTES", 2**12)
     monkeypatch.setattr(workspace, "_workspace", lambda call: called.append(call) or 0)
+    monkeypatch.setattr(workspace, "_MEASURED", {})
     record_fake(nn.Sequential(norm), torch.randn(16, 16, 16, 16), lambda m, y: m(y).square().mean())
     seen = [args for func, args, _ in called if traits(func).name == name]
     assert seen
@@ -131,6 +132,25 @@ def test_every_op_s_workspace_is_in_the_trace(name):
     true = measured_peak(lambda: step().backward())
     assert simulate(trace).peak_bytes - trace.resident_bytes == pytest.approx(true, rel=0.002)
     assert name != "LSTM" or simulate(bare).peak_bytes < 0.95 * simulate(trace).peak_bytes
+
+
+def test_calls_are_measured_once_for_all_recordings_and_batch_sizes(monkeypatch):
+    """Candidates of a choice share most of their calls; of large batches all run the same few samples."""
+    called, truly = [], workspace._workspace
+    monkeypatch.setattr(workspace, "_AFFORDABLE_BYTES", 2**16)
+    monkeypatch.setattr(workspace, "_workspace", lambda call: called.append(call) or truly(call))
+    monkeypatch.setattr(workspace, "_MEASURED", {})
+    conv = nn.Conv2d(3, 8, 3, padding=1)
+    temps = []
+    for batch in (64, 64, 128):
+        found = record_fake(conv, torch.randn(batch, 3, 16, 16), lambda m, x: m(x).square().mean())
+        temps.append(sum(op.temp_bytes for op in found.ops))
+        assert len(called) == len({str(call) for call in called})
+    n_new, first = len(called), [traits(func).name for func, *_ in called]
+    assert temps[0] == temps[1] < temps[2]
+    record_fake(nn.Conv2d(3, 8, 5, padding=2), torch.randn(64, 3, 16, 16), lambda m, x: m(x).square().mean())
+    assert {traits(func).name for func, *_ in called[n_new:]} <= set(first)
+    assert len(called) > n_new
 
 
 def test_watching_leaves_the_generator_and_the_gradients_alone():

@@ -39,7 +39,7 @@ def plans_take(monkeypatch):
     """Sets the time of the dense model's plans by the clock; factorized ones take half of the dense step."""
 
     def take(slowdown):
-        def in_turns(dense, step, once):
+        def in_turns(dense, step):
             cut = any(isinstance(layer, FactorizedLayer) for layer in step.model.modules())
             return Turns(1.0, 0.5, 0.5) if cut else Turns(1.0, slowdown, slowdown)
 

@@ -1,0 +1,100 @@
+"""A choice for a budget is kept in the run's folder, and the next run takes it from there."""
+
+import json
+
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+
+from ctdr_lightning import CTDRCallback
+from ctdr_lightning.joint import pricing
+from ctdr_lightning.joint.search import JointSearch
+from ctdr_lightning.trainer.accuracy import kept_choice
+from tests import parts
+
+BUDGET = 800_000  # below every plan of the dense model
+
+
+@pytest.fixture(autouse=True)
+def short_thoughts(monkeypatch):
+    monkeypatch.setattr(pricing, "PLANNING_S", 0.1)
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    """One entry for each search."""
+    runs, run = [], JointSearch.run
+    monkeypatch.setattr(JointSearch, "run", lambda self: runs.append(self) or run(self))
+    return runs
+
+
+def fit(folder, budget=BUDGET, seed=0, **options):
+    made, net = CTDRCallback(budget, rank="auto", max_slowdown=50.0, verbose=False), parts.blobs(seed, width=32)
+    torch.manual_seed(0)
+    given = {"max_epochs": 1, "limit_train_batches": 2, "logger": CSVLogger(folder), **options}
+    parts.fit(net, made, **given)
+    return made.fit, net
+
+
+def files(folder):
+    return sorted((folder / "ctdr_choices").glob("*"))
+
+
+def test_the_same_question_is_answered_without_a_search(tmp_path, searches, caplog):
+    first, trained = fit(tmp_path)
+    assert first.choices.factorized
+    second, again = fit(tmp_path)
+    assert len(searches) == 1
+    assert second.choices.to_dict() == first.choices.to_dict()
+    assert second.considered == first.considered
+    assert second.peak_bytes <= BUDGET
+    assert parts.same(trained.state_dict(), again.state_dict())
+    (kept,) = files(tmp_path)
+    assert f"an earlier run chose this for the same model and budget; {kept} keeps it." in caplog.text
+
+
+@pytest.mark.parametrize("other", [{"seed": 1}, {"budget": BUDGET + 1}, {"gradient_clip_val": 1.0}], ids=str)
+def test_another_question_is_searched_for(tmp_path, searches, other):
+    fit(tmp_path)
+    fit(tmp_path, **other)
+    assert len(searches) == len(files(tmp_path)) == 2
+
+
+def test_a_choice_that_does_not_keep_the_limits_any_more_is_searched_for_anew(tmp_path, searches):
+    first, _ = fit(tmp_path)
+    (kept,) = files(tmp_path)
+    plain, edited = (json.loads(kept.read_text()) for _ in range(2))
+    for choice in edited["choices"]["layers"].values():  # dense again: no plan of that fits
+        choice.update(method=None, ranks=[])
+    kept.write_text(json.dumps(edited))
+    second, _ = fit(tmp_path)
+    assert len(searches) == 2
+    assert second.choices.to_dict() == first.choices.to_dict()
+    assert json.loads(kept.read_text())["choices"] == plain["choices"] != edited["choices"]
+
+
+@pytest.mark.parametrize("text", ["", '{"kind": "budget fit", "version": 99}'])
+def test_a_file_that_cannot_be_read_is_written_anew(tmp_path, searches, text):
+    fit(tmp_path)
+    (kept,) = files(tmp_path)
+    good = kept.read_text()
+    kept.write_text(text)
+    fit(tmp_path)
+    assert len(searches) == 2
+    assert json.loads(kept.read_text())["choices"] == json.loads(good)["choices"]
+
+
+def test_a_run_that_leaves_no_files_keeps_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fit(tmp_path, logger=False)
+    fit(tmp_path, fast_dev_run=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_oldest_choices_go(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept_choice, "_MOST_FILES", 1)
+    fit(tmp_path)
+    before = files(tmp_path)
+    fit(tmp_path, BUDGET + 1)
+    assert len(files(tmp_path)) == 1
+    assert files(tmp_path) != before
