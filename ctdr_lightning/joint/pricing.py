@@ -91,6 +91,7 @@ class Pricer:
         step: Runs the model on a batch; returns the loss.
         batch: One batch as in training.
         account: From a recorded step and its candidate to the account of a batch.
+        recording: Of this very step without limits of memory, where there is one.
 
     Attributes:
         dense: Trace of the dense step.
@@ -98,6 +99,7 @@ class Pricer:
         dense_runs: Whether the dense step fits into the device's memory without a plan.
         step: The step that is priced.
         account: As given.
+        lean_recording: Of the leaner step, where it had to run and had the memory that it asked for.
     """
 
     def __init__(
@@ -106,10 +108,12 @@ class Pricer:
         step: Callable[[Any, Any], Tensor],
         batch: Any,
         account: Account,
+        recording: Trace | None = None,
     ) -> None:
         self._model, self.step, self._batch = model, step, batch
         self.account = account
-        recorded = self._dense_step()
+        self.lean_recording: Trace | None = None
+        recorded = self._dense_step(recording)
         self._python_s_per_replay, self._shares = recorded.python_s_per_replay, _shares(recorded)
         self._calls = CallSeconds()
         self._on_fakes = self._learn(recorded)
@@ -120,11 +124,11 @@ class Pricer:
         """Whether a dense step takes so long that few may be run."""
         return self.dense_s >= _LONG_S
 
-    def _dense_step(self) -> Trace:
+    def _dense_step(self, recording: Trace | None) -> Trace:
         """Record the dense step, where it fits without limits of memory, and time it; a long one is run once."""
         self.dense_runs = True
         try:
-            recordings = [self.recorded(self._model)]
+            recordings = [recording or self.recorded(self._model)]
         except torch.OutOfMemoryError:
             self.dense_runs = False
             recordings = [self.recorded(self._model)]
@@ -163,6 +167,7 @@ class Pricer:
                 lean = record_fake(self._model, self._batch, step, device=self._calls)
             else:
                 lean = self._really(step, self._model)
+                self.lean_recording = lean if self.dense_runs else None
             return self.account(lean, self._model)
 
         plain = self.account(self.dense, self._model)

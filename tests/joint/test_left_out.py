@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from ctdr_lightning import BudgetFit, LazyHeads, Tape, fit_to_budget
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.units import MIB
+from ctdr_lightning.joint import pricing
 from ctdr_lightning.memory.values.live_bytes import PeakMeter
 
 WORDS = 4000
@@ -45,6 +46,21 @@ def test_the_dense_model_without_logits_is_the_answer():
         loss.backward()
     adam = 2 * sum(p.nbytes for p in net.parameters())
     assert standing + adam + meter.live.peak <= 32 * MIB
+
+
+def test_a_long_step_that_needs_values_runs_once_with_its_logits_and_once_without(monkeypatch):
+    monkeypatch.setattr(pricing, "_LONG_S", 0.0)
+    net, runs = language_model(), []
+
+    def reads(model, tokens):
+        assert tokens.sum().item() > 0  # fake tensors have no value
+        runs.append(model)
+        return step(model, tokens)
+
+    fit = fit_to_budget(net, reads, batches(), 32 * MIB, prefer_dense=True, progress=False)
+    assert fit.leaving_out == ("2",)
+    assert fit.is_dense
+    assert [model is net for model in runs] == [True, True]
 
 
 def test_logits_are_made_where_they_fit():
