@@ -163,14 +163,13 @@ class BudgetFit(_Numbers):
         return [
             f"Chosen{budget}: {what}, {how}.",
             *(f"Reason: {row.reason}." for row in self.considered if row.reason),
-            f"Parameters: {self.parameters_before:,} -> {self.parameters_after:,}.",
+            *([] if self.is_dense else [f"Parameters: {self.parameters_before:,} -> {self.parameters_after:,}."]),
             f"Peak of a step: dense {format_bytes(self.dense_peak_bytes)}, chosen without a plan "
             f"{format_bytes(self.keep_peak_bytes)}, with it {format_bytes(self.peak_bytes)} predicted, "
             f"{peak}.",
             f"Time of a forward and backward: dense {format_seconds(self.dense_s)}, chosen "
             f"x{self.seconds / self.dense_s:.2f} of it predicted, {timed}.",
-            f"Expected cost: KL {self.loss:.4f} nats to the dense outputs, before any training.",
-            *self._untrained(),
+            *self._cost(),
             *metric,
             *self._left_out(),
             *([f"{tiles_in_words(self.tiles)}."] if self.tiles else []),
@@ -178,10 +177,17 @@ class BudgetFit(_Numbers):
             f"Looked at: {_counted(len(self.considered), 'candidate')}, in {self.search_s:.1f} s.",
         ]
 
-    def _untrained(self) -> list[str]:
-        if not self.untrained:
+    def _cost(self) -> list[str]:
+        """The loss by the cut; an exact plan has none."""
+        if self.is_dense:
             return []
-        return ["The network looks untrained: its outputs tell no cost of a cut. Train it first, or use rank=None."]
+        cost = f"Expected cost: KL {self.loss:.4f} nats to the dense outputs, before any training."
+        if not self.untrained:
+            return [cost]
+        return [
+            cost,
+            "The network looks untrained: its outputs tell no cost of a cut. Train it first, or use rank=None.",
+        ]
 
     def _left_out(self) -> list[str]:
         if not self.leaving_out:

@@ -24,6 +24,7 @@ from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.randomness import Randomness
 from ctdr_lightning.trainer.reports.loggers import log_scalars
 from ctdr_lightning.trainer.reports.monitor import Monitor
+from ctdr_lightning.trainer.reports.opening import wrapped
 from ctdr_lightning.trainer.reports.reporter import Reporter
 from ctdr_lightning.trainer.run_state import RunState
 from ctdr_lightning.trainer.shards import check_layers, check_recovery, share_factors, show_shards, warn_of_other_layers
@@ -111,7 +112,7 @@ class FitRun:
             raise error
         if options.verbose:
             parts = "All layers stay dense, and batches run in parts: exact if their loss is a mean over samples"
-            rank_zero_info(f"CTDR: {error.problem} {parts}.")
+            rank_zero_info(wrapped(f"CTDR: {error.problem} {parts}."))
         return cls(cut, error)
 
     @property
@@ -162,7 +163,7 @@ class FitRun:
             self.surgeon.leave_dense()
             attempt()
             if self._options.verbose:
-                rank_zero_info(f"CTDR: all layers stay dense: {error.problem}")
+                rank_zero_info(wrapped(f"CTDR: all layers stay dense: {error.problem}"))
 
     def _check(self, trainer: Trainer, module: LightningModule, callback: Callback) -> None:
         recovery, cuts = self._options.recovery, self.surgeon.decomposes

@@ -7,6 +7,7 @@ import pytest
 
 from ctdr_lightning import BudgetFit, fit_to_budget
 from ctdr_lightning.basics.errors import CheckpointError
+from ctdr_lightning.decomposition import Choices
 from ctdr_lightning.joint.budget_fit import MetricChange
 from ctdr_lightning.joint.considered import Considered
 from tests.joint import parts
@@ -48,6 +49,13 @@ def test_its_table_names_bytes_saved_where_there_are_any(fit):
 def test_a_cut_of_an_untrained_network_is_named(fit, untrained):
     told = BudgetFit.from_json(replace(fit, untrained=untrained).to_json()).sentences()
     assert any("looks untrained" in text for text in told) == untrained
+
+
+def test_an_exact_plan_names_neither_parameters_nor_a_cost(fit):
+    assert any("Expected cost: KL" in text for text in fit.sentences())
+    told = " ".join(replace(fit, choices=Choices({})).sentences())
+    assert "Expected cost" not in told
+    assert "Parameters" not in told
 
 
 @pytest.mark.parametrize(("higher", "drop"), [(True, 0.25), (False, -0.25)])

@@ -28,9 +28,10 @@ from ctdr_lightning.trainer.surgeon import Surgeon
 from ctdr_lightning.trainer.training_step.memory_stage import MemoryStage
 from ctdr_lightning.trainer.training_step.pipeline import StepRunner
 
+_DENSE_INSTEAD = "rank=None keeps the dense model; "
 _OTHERS = (
-    'Others: rank=None keeps the dense model; rank="auto" looks for a harmless cut that is no slower; a share such as '
-    "rank=0.5 cuts to it; max_slowdown= limits the time, ranks=Ranks(max_loss=...) the loss."
+    'rank="auto" looks for a harmless cut that is no slower; a share such as rank=0.5 cuts to it; max_slowdown= limits '
+    "the time, ranks=Ranks(max_loss=...) the loss."
 )
 _log = logging.getLogger(__name__)
 _UNPLANNED = ". HINT: a memory_budget (0.9 of a GPU's memory, say) plans the steps, and repeats one that fails"
@@ -124,7 +125,10 @@ class Reporter:
         """The layers that were cut, and how ranks and plan were chosen for a budget."""
         fit = self.fit if not self._resumed else None
         layers = [opening_table(report)] if fit is None or not fit.is_dense else []
-        chosen = [fit.table(), _OTHERS, *fit.sentences()] if fit is not None else []
+        chosen = []
+        if fit is not None:
+            others = f"Others: {'' if fit.is_dense else _DENSE_INSTEAD}{_OTHERS}"
+            chosen = [fit.table(), others, *fit.sentences()]
         return "\n\n".join([*layers, wrapped("\n".join(chosen))] if chosen else layers)
 
     def parameter_counts(self, trainer: Any, module: LightningModule) -> dict[str, float]:

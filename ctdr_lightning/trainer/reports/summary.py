@@ -128,5 +128,6 @@ def _chosen(facts: RunFacts) -> str:
     if fit is None:
         return ""
     told = [f"x{fit.measured_slowdown:.2f} of the dense step's time"] if fit.measured_slowdown else []
-    told += [f"a KL of {fit.loss:.4f} nats", *([str(fit.metric)] if fit.metric is not None else [])]
-    return f"Measured before training: {'; '.join(told)}."
+    told += [] if fit.is_dense else [f"a KL of {fit.loss:.4f} nats"]
+    told += [str(fit.metric)] if fit.metric is not None else []
+    return f"Measured before training: {'; '.join(told)}." if told else ""

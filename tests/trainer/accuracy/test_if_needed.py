@@ -389,5 +389,5 @@ def test_the_opening_shows_the_options_and_how_to_choose_another(caplog):
     opening = next(text for text in caplog.messages if "loss (nats)" in text)
     assert max(map(len, opening.splitlines())) <= 100
     assert any(line.startswith(">  dense") for line in opening.splitlines())
-    assert "rank=None keeps the dense model" in opening
+    assert 'Others: rank="auto" looks for a harmless cut' in opening
     assert "whole model" not in opening  # no table of layers where none was cut

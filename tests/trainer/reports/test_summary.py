@@ -134,8 +134,9 @@ def test_a_short_run_measures_a_step_under_its_plan_not_the_recorded_one(caplog)
     assert measured <= predicted < plain
 
 
-def test_the_time_of_the_runs_plan_and_that_of_the_choice_are_told_apart():
-    fit = SimpleNamespace(measured_slowdown=1.08, dense_peak_bytes=GIB, loss=0.0, metric=None)
+@pytest.mark.parametrize(("dense", "loss"), [(True, ""), (False, "; a KL of 0.0000 nats")])
+def test_the_time_of_the_runs_plan_and_that_of_the_choice_are_told_apart(dense, loss):
+    fit = SimpleNamespace(measured_slowdown=1.08, dense_peak_bytes=GIB, loss=0.0, metric=None, is_dense=dense)
     text = closing_summary(RunFacts(2, 1, measured={"ctdr/step_time_s": 1.0}, peaks=PlanPeaks(1, 2, 1.25), fit=fit))
     assert "x1.25 of the plain step's time, predicted." in text
-    assert "Measured before training: x1.08 of the dense step's time; a KL of 0.0000 nats." in text
+    assert f"Measured before training: x1.08 of the dense step's time{loss}." in text
