@@ -30,6 +30,7 @@ class BatchAccount:
         in_backward: Whether parameters are updated inside the backward.
         kept_bytes: Gradients of the step before, which remain until the backward.
         copied_bytes: Copies for a retry, which remain until the backward is over.
+        adds: Whether its gradients are added to existing ones, which the step's resident bytes include.
     """
 
     step: Trace
@@ -37,6 +38,7 @@ class BatchAccount:
     in_backward: bool = False
     kept_bytes: int = 0
     copied_bytes: int = 0
+    adds: bool = False
 
     @cached_property
     def standing(self) -> Trace:
@@ -93,12 +95,17 @@ class BatchAccount:
         return replace(self, step=step, optimizer=optimizer, in_backward=True, kept_bytes=0)
 
     def adding(self, sizes: list[int]) -> BatchAccount:
-        """The same batch with its gradients added to existing ones.
+        """The same batch with its gradients added to existing ones; itself where they are added already.
+
+        Batches of an accumulation and parts of a batch add to the same gradients.
 
         Args:
             sizes: Bytes of each parameter that is trained.
         """
-        return replace(self, step=_gradients_freed(self.step, sizes).with_static(sum(sizes)), kept_bytes=0)
+        if self.adds:
+            return self
+        step = _gradients_freed(self.step, sizes).with_static(sum(sizes))
+        return replace(self, step=step, kept_bytes=0, adds=True)
 
 
 def with_room(copied_bytes: int) -> int:

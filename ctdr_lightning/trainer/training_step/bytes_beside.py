@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch import LightningModule
 
@@ -18,7 +18,7 @@ from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.training_step.batch_meter import BatchMeter
 from ctdr_lightning.trainer.training_step.events import ClosureMeasured, GradientsRead, RestGrew
 from ctdr_lightning.trainer.training_step.optimizer.gradient_readers import gradient_reader
-from ctdr_lightning.trainer.training_step.optimizer.resident import local_bytes, state_bytes
+from ctdr_lightning.trainer.training_step.optimizer.resident import gradient_sizes, local_bytes, state_bytes
 from ctdr_lightning.trainer.training_step.retry.snapshot import OPTIMIZERS, Snapshot
 from ctdr_lightning.trainer.training_step.surprises import Surprises
 
@@ -83,6 +83,8 @@ class BytesBeside:
     def account_of_part(self, step: Trace, module: LightningModule, inputs: Any) -> BatchAccount:
         """The account of a batch that could run in parts, before anything of it has run.
 
+        Under accumulation it is one that adds to the gradients of earlier batches.
+
         Args:
             step: Of the part, on its machine.
             module: The model.
@@ -92,7 +94,9 @@ class BytesBeside:
         if self._options.retry_on_oom:
             roots = {"module": module, "batch": inputs, OPTIMIZERS: module.trainer.optimizers}
             copied_bytes = with_room(Snapshot(roots, set()).copied_bytes)
-        return replace(self.account(step), kept_bytes=0, copied_bytes=copied_bytes)
+        account = replace(self.account(step), kept_bytes=0, copied_bytes=copied_bytes)
+        adds = cast(Any, module.trainer).accumulate_grad_batches > 1
+        return account.adding(gradient_sizes(module)) if adds else account
 
     def unexplained_bytes(self, allocated_bytes: int) -> int:
         """Bytes of a GPU's allocator between two steps that neither the known tensors nor ``held_bytes`` explain.

@@ -27,7 +27,7 @@ from ctdr_lightning.trainer.training_step.advice import optimizer_does_not_fit
 from ctdr_lightning.trainer.training_step.batch_meter import BatchMeter
 from ctdr_lightning.trainer.training_step.bytes_beside import BytesBeside
 from ctdr_lightning.trainer.training_step.device import allocated_peak_bytes, tensors_of
-from ctdr_lightning.trainer.training_step.optimizer.resident import local_bytes
+from ctdr_lightning.trainer.training_step.optimizer.resident import begins_sum, local_bytes
 from ctdr_lightning.trainer.training_step.planning import BatchPlanner
 from ctdr_lightning.trainer.training_step.surprises import freed_late
 from ctdr_lightning.trainer.training_step.unit_weights import UnitWeights
@@ -252,7 +252,7 @@ class MemoryStage:
         self.units.step_begins()
         gradients, batch = local_bytes(_gradients(module)), local_bytes(tensors_of(inputs))
         first = not later and module.automatic_optimization
-        fresh = first and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+        fresh = first and begins_sum(trainer)
         kind = kind_of(gradients > 0 and not fresh)
         self.planner.inputs = inputs if self.session is None or self.session.plan_of(kind) is None else None
         if not later:

@@ -55,6 +55,7 @@ def test_a_step_inside_the_backward_keeps_one_gradient_at_a_time_and_adding_keep
     assert plain.rest_bytes - inside.rest_bytes == 3 * WEIGHT_BYTES
     assert simulate(adding.standing).peak_bytes >= simulate(plain.standing).peak_bytes
     assert adding.step.resident_bytes - step.resident_bytes == sum(SIZES)
+    assert adding.adding(SIZES) == adding  # a part of an accumulated batch adds to the same gradients
 
 
 def test_it_fits_where_both_the_plan_and_the_optimizers_step_do(step):

@@ -186,8 +186,8 @@ def hindrance(trainer: Any, module: LightningModule, *, keeps_gradients: bool) -
         keeps_gradients: Whether the gradients of a step are asked for in the next one.
     """
     asked = (
-        loop_hindrance(trainer, module, shards=True), _run_hindrance(trainer), _optimizer_hindrance(trainer),
-        _shard_hindrance(trainer, module), _code_hindrance(trainer, module),
+        loop_hindrance(trainer, module, shards=True), _adds_up(trainer), _run_hindrance(trainer),
+        _optimizer_hindrance(trainer), _shard_hindrance(trainer, module), _code_hindrance(trainer, module),
     )  # fmt: skip
     for reason in asked:
         if reason:
@@ -196,7 +196,7 @@ def hindrance(trainer: Any, module: LightningModule, *, keeps_gradients: bool) -
 
 
 def loop_hindrance(trainer: Any, module: LightningModule, *, shards: bool = False) -> str:
-    """Why a batch is not one forward, one backward and one step of this process alone; empty where it is.
+    """Why a batch is not one forward and one backward of this process alone; empty where it is.
 
     Args:
         trainer: About to train, or in training.
@@ -207,11 +207,15 @@ def loop_hindrance(trainer: Any, module: LightningModule, *, shards: bool = Fals
         return "under manual optimization the module itself says when its optimizers step"
     if not is_on_one_device(trainer.strategy) and not (shards and is_sharded(trainer.strategy)):
         return f"under {type(trainer.strategy).__name__} gradients are exchanged between processes before the step"
+    return "the module is compiled, its step included" if has_compiled_step(module) else ""
+
+
+def _adds_up(trainer: Any) -> str:
     if trainer.accumulate_grad_batches > 1:
         return f"accumulate_grad_batches={trainer.accumulate_grad_batches} adds gradients up over several backwards"
     if any(kind.__name__ == _ADDS_UP for callback in trainer.callbacks for kind in type(callback).__mro__):
         return f"{_ADDS_UP} adds gradients up over several backwards"
-    return "the module is compiled, its step included" if has_compiled_step(module) else ""
+    return ""
 
 
 def _run_hindrance(trainer: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,16 @@ def local_bytes(tensors: Iterable[Tensor]) -> int:
 def gradient_sizes(module: nn.Module) -> list[int]:
     """Bytes of each parameter's gradient on this device; of sharded ones, the own shard's."""
     return [own_part(param).nbytes for param in module.parameters() if param.requires_grad]
+
+
+def begins_sum(trainer: Any) -> bool:
+    """Whether the present batch is the first of an accumulation: Lightning frees all gradients before its backward.
+
+    Args:
+        trainer: In training, with automatic optimization.
+    """
+    begins: bool = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+    return begins
 
 
 def kept_in(optimizer: torch.optim.Optimizer, *, other_than: str) -> str:

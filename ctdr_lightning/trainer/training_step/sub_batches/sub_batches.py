@@ -1,7 +1,8 @@
 """A batch run as several smaller ones, with the gradients and the loss of the whole: moDNN's sub-batches.
 
 The forward and backward of all sub-batches but the last run inside ``training_step``, before Lightning frees the
-gradients of the step before. So their gradients are set aside, and added when the last one's backward begins.
+gradients of the step before. So their gradients are set aside, and added when the last one's backward begins. In later
+batches of an accumulation Lightning frees nothing, and all sub-batches add to the gradients that are there.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ctdr_lightning.memory import signature_of
 from ctdr_lightning.trainer.training_step.events import BatchesCut
 from ctdr_lightning.trainer.training_step.layers import Backward, Chain, Layer, Step, loss_of
 from ctdr_lightning.trainer.training_step.memory_stage import MemoryStage
+from ctdr_lightning.trainer.training_step.optimizer.resident import begins_sum
 from ctdr_lightning.trainer.training_step.sub_batches.checks import (
     batch_norm_of,
     check_mean,
@@ -80,7 +82,8 @@ class SubBatches(Layer):
             The step's result for the whole batch; its loss leads back to the last sub-batch alone.
 
         Raises:
-            ConfigError: If the batch cannot be cut, or its loss is no mean over samples.
+            ConfigError: If the batch cannot be cut, its loss is no mean over samples, or a later part of a batch that
+                adds to gradients of others has no loss.
         """
         number = self._number(step)
         if number < 2:
@@ -92,29 +95,33 @@ class SubBatches(Layer):
 
     def backward(self, loss: Tensor, rest: Backward) -> None:
         """The last sub-batch's backward adds to the gradients of the others."""
-        held, self._held = self._held, []
-        for parameter, gradient in held:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        del held
+        with torch.no_grad():
+            while self._held:
+                parameter, gradient = self._held.pop()
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                del gradient
         rest(loss)
 
     def _in_parts(self, step: Step, rest: Chain, parts: list[Part]) -> Any:
         joined, module = _Joined([part.share for part in parts], self.logs), step.module
         (_, *more), named = step.inputs
-        _free_gradients(module)
+        # batches before it may have had no loss
+        fresh = begins_sum(module.trainer) or all(parameter.grad is None for parameter in module.parameters())
+        if fresh:
+            _free_gradients(module)
         for index, part in enumerate(parts):
             run, finish = partial(self._logged, index, step.run), partial(joined.take, index)
             inputs = (part.batch, *more), named
             output = rest.forward(replace(step, run=run, inputs=inputs, finish=finish, later=index > 0))
             if output is None:  # Lightning skips such a batch
+                _skip(module, index, fresh=fresh)
                 self.logs.tell(joined.shares)
-                _free_gradients(module)
                 return None
             if index + 1 < len(parts):
                 _backward(module, output)
                 del output
                 rest.done()
-        self._held = _taken(module)
+        self._held = _taken(module) if fresh else []
         return output
 
     def _logged(self, index: int, inner: Run, *args: Any, **kwargs: Any) -> Any:
@@ -122,7 +129,9 @@ class SubBatches(Layer):
         return inner(*args, **kwargs)
 
     def _number(self, step: Step) -> int:
-        kind = (signature_of(step.inputs, step.module), step.extra, self._memory.planner.limits)
+        trainer: Any = step.module.trainer
+        adds = trainer.accumulate_grad_batches > 1  # gradients of other batches take room; may change between epochs
+        kind = (signature_of(step.inputs, step.module), step.extra, self._memory.planner.limits, adds)
         if kind not in self._numbers:
             try:
                 self._numbers[kind] = self._decided(step.module, step.run, step.inputs)
@@ -207,6 +216,23 @@ def _free_gradients(module: LightningModule) -> None:
         optimizer.zero_grad(set_to_none=True)
 
 
+def _skip(module: LightningModule, index: int, *, fresh: bool) -> None:
+    """Undo the earlier parts of a batch of which one has no loss.
+
+    Raises:
+        ConfigError: If gradients of earlier batches were there, to which those parts have added.
+    """
+    if fresh:
+        _free_gradients(module)
+    elif index:
+        raise ConfigError(
+            f"training_step returned no loss for sub-batch {index + 1} of a batch whose gradients are added to those "
+            "of earlier batches: the gradients of its other sub-batches cannot be taken out of the sums.",
+            "Return None for all sub-batches of a batch, or a loss of zero; or leave accumulate_grad_batches or "
+            "sub_batches out, or raise memory_budget so that the batch fits whole.",
+        )
+
+
 def _taken(module: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
     """The gradients, which Lightning would free otherwise."""
     held = [(parameter, parameter.grad) for parameter in module.parameters() if parameter.grad is not None]
@@ -219,7 +245,7 @@ def _backward(module: LightningModule, loss: Tensor) -> None:
     """A backward as the trainer runs it: outside of autocast, the loss divided and scaled as it would be."""
     trainer: Any = module.trainer
     scaler = getattr(trainer.precision_plugin, "scaler", None)
-    loss = loss / trainer.accumulate_grad_batches  # by 1, but a graph without it would be another kind of step
+    loss = loss / trainer.accumulate_grad_batches  # by 1 too: a graph without it would be another kind of step
     torch.clear_autocast_cache()
     with torch.autocast(module.device.type, enabled=False):
         module.backward(loss if scaler is None else scaler.scale(loss))
