@@ -289,8 +289,8 @@ class JointSearch:
         refusal = self._allowance.refusal(found.trial) if found.trial is not None else ""
         if refusal:  # by knowledge gained since it was judged
             return found.told(outcome=refusal)
-        is_known = found.trial is None and self._pricer.foretells(found.plan, self._limits.slowdown)
-        timed = found if is_known else self.timed(found)
+        asks = found.trial is not None or not self._limits.wished  # for a cut, or a hard limit, the clock decides
+        timed = self.timed(found) if asks or not self._pricer.foretells(found.plan, self._limits.slowdown) else found
         return self._settled(timed) if timed.may_be else timed
 
     def _settled(self, found: PricedChoice) -> PricedChoice:

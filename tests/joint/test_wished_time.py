@@ -7,7 +7,7 @@ import pytest
 from ctdr_lightning import fit_to_budget, plan
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.decomposition import Bench, FactorizedLayer
-from ctdr_lightning.joint import for_budget, search, shortfall
+from ctdr_lightning.joint import for_budget, pricing, search, shortfall
 from ctdr_lightning.joint.allowance import AllowedLoss
 from ctdr_lightning.joint.turns import Turns
 from tests.joint import parts
@@ -106,3 +106,25 @@ def test_no_candidate_is_refined_twice_however_often_the_walk_is_repeated(bounds
     monkeypatch.setattr(AllowedLoss, "excludes", lambda *_: False)
     assert chosen(sum(bounds) // 2).is_dense
     assert len(set(asked)) == len(asked) > 0
+
+
+@pytest.mark.parametrize(("asked", "n_timed"), [({}, 0), ({"max_slowdown": 50.0}, 1)])
+def test_a_long_steps_exact_plan_is_timed_only_where_the_time_is_a_limit(bounds, monkeypatch, asked, n_timed):
+    runs, watched = [], search.RealStep.watched
+    monkeypatch.setattr(pricing, "_LONG_S", 0.0)
+    monkeypatch.setattr(pricing.Pricer, "foretells", lambda *_: True)  # predictions come from this machine's clock
+    monkeypatch.setattr(search, "in_turns", None)
+    monkeypatch.setattr(search.RealStep, "watched", lambda step: runs.append(step) or watched(step))
+    fit = chosen(round(0.95 * bounds[0]), prefer_dense=True, **asked)
+    assert fit.is_dense
+    assert len(runs) == n_timed
+    assert (fit.measured_slowdown > 0) is bool(n_timed)
+
+
+def test_a_long_cuts_step_runs_once_for_its_peak_and_its_time(bounds, monkeypatch):
+    monkeypatch.setattr(pricing, "_LONG_S", 0.0)
+    monkeypatch.setattr(search, "in_turns", None)
+    fit = chosen(round(0.9 * bounds[1]), max_slowdown=1e6)
+    assert not fit.is_dense
+    assert fit.measured_slowdown > 0
+    assert 0 < fit.measured_peak_bytes <= fit.budget_bytes
