@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from ctdr_lightning.basics.errors import ReplayError
-from ctdr_lightning.memory.guide.step_guide import StepGuide
+from ctdr_lightning.memory.guide.step_guide import StepGuide, Tensors
 from ctdr_lightning.memory.guide.step_kinds import Planner
 
 
@@ -22,11 +22,11 @@ class Session(StepGuide):
         super().__init__(**options)
         self._planner = planner
 
-    def begin(self, signature: Hashable, *, meter: bool = False, beside_bytes: int = 0) -> None:
+    def begin(self, signature: Hashable, *, meter: bool = False, beside_bytes: int = 0, passing: Tensors = ()) -> None:
         """Before the forward, as for `StepGuide`."""
         self.abort()
         self.plan_with(self._planner, signature)
-        super().begin(signature, meter=meter, beside_bytes=beside_bytes)
+        super().begin(signature, meter=meter, beside_bytes=beside_bytes, passing=passing)
 
     def refute(self, error: ReplayError) -> None:
         """The last step ended in an error of verification: its kind is planned anew."""

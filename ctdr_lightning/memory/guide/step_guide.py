@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sized
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
@@ -35,6 +35,7 @@ from ctdr_lightning.memory.traces.trace import WRITTEN_UNSEEN, Trace
 from ctdr_lightning.memory.values.live_bytes import PeakMeter
 from ctdr_lightning.memory.values.op_traits import COLLECTIVE
 
+Tensors = Iterable[Tensor]
 # Chosen, not tuned: a net whose steps have differed so often will differ again, and each recording takes time.
 MAX_DIVERGENCES = 3
 # Under a budget, steps that a plan lets run untouched are watched this often before the tape stays away: a first step
@@ -62,6 +63,7 @@ class StepGuide:
     Attributes:
         budget_bytes: The budget that steps without a plan are kept under; may be changed between steps.
         static_bytes: Bytes that are resident throughout; may be changed between steps.
+        absent_bytes: Those of ``static_bytes`` that are not in memory yet: the optimizer's state before its first step.
         events: Plans made and divergences, in order.
         reached_bytes: Known bytes of the last aborted step, ``static_bytes`` included; 0 if nothing is known.
         guided: Whether the last step ran under a plan, rather than being recorded.
@@ -85,17 +87,14 @@ class StepGuide:
     ) -> None:
         self.events: list[Event] = []
         self._verify, self._verify_at_once, self._zeros = check_verify(verify), verify_at_once, zeros
-        self.measured_peak_bytes = 0
-        self.reached_bytes = 0
+        self.measured_peak_bytes = self.reached_bytes = 0
         self.exchanged = self.guided = self.writes_unseen = False
-        self.budget_bytes = budget_bytes
-        self.static_bytes = static_bytes
-        self._beside_bytes = 0
+        self.budget_bytes, self.static_bytes = budget_bytes, static_bytes
+        self._beside_bytes = self.absent_bytes = self._reserve_bytes = 0
         self._holders = holders
         self._root = ref(root) if root is not None else None  # a session outlives the run, the model need not
         self._kinds = Kinds()
         self._watched: Counter[Hashable] = Counter()
-        self._reserve_bytes = 0
         # of the root's modules: one that was added may read what was read by nobody before
         self._hooks: list[Sized] = []
         self._fingerprint: tuple[Hashable, ...] = ()
@@ -127,20 +126,17 @@ class StepGuide:
         return tuple(kind.plan for kind in self._kinds.values() if kind.plan is not None)
 
     def plan_of(self, signature: Hashable) -> Plan | None:
-        """The plan of one kind of step; None before it was made.
-
-        Args:
-            signature: As for `begin`.
-        """
+        """The plan of one kind of step, with its signature as for `begin`; None before it was made."""
         return self._kinds.get(signature, Kind()).plan
 
-    def begin(self, signature: Hashable, *, meter: bool = False, beside_bytes: int = 0) -> None:
+    def begin(self, signature: Hashable, *, meter: bool = False, beside_bytes: int = 0, passing: Tensors = ()) -> None:
         """Before the forward: install the recorder or the tape.
 
         Args:
             signature: What kind of step this is.
             meter: Also measure the true peak of this step, where the device's allocator keeps no count.
             beside_bytes: Bytes in memory in this step beside ``static_bytes``: its batch, older gradients.
+            passing: Of what ``beside_bytes`` counts, the tensors that the step may free: older gradients.
         """
         self.abort()
         kind = self._current = self._kind_of(signature)
@@ -156,7 +152,7 @@ class StepGuide:
             self._watch = ForwardWatch(kind.forwards if self.guided else None, self._goes_beyond)
             self._watch.__enter__()
         if not self.guided:
-            self._record(self._evictor())
+            self._record(self._evictor(passing=passing))
         elif kind.plan is not None and not kind.plan.keeps_all:
             self._tape = Tape(
                 kind.plan, self._evictor(), self._holders,
@@ -283,7 +279,8 @@ class StepGuide:
             evictor = recorder.evictor
         if evictor is not None:
             self._reserve_bytes = max(self._reserve_bytes, evictor.reserve_bytes)
-            self.events += [OverBudget(n_bytes) for n_bytes in (evictor.excess_bytes,) if n_bytes]
+            over_bytes = evictor.excess_bytes - self.absent_bytes
+            self.events += [OverBudget(over_bytes)] * (over_bytes > 0)
         forwards = tuple(self._watch.seen) if self._watch is not None else ()
         self._stop_watch()
         self._foresight.stop()
@@ -380,13 +377,15 @@ class StepGuide:
             self.measured_peak_bytes = self._meter.live.peak
             self._meter = None
 
-    def _evictor(self, reached_bytes: int = 0) -> Evictor | None:
+    def _evictor(self, reached_bytes: int = 0, passing: Tensors = ()) -> Evictor | None:
         if self.budget_bytes is None:
             return None
         room = max(self.budget_bytes - max(self.static_bytes + self._beside_bytes, reached_bytes), 0)
         # An op's size is known when it has run. A step of a new kind has ops like those of others, but where one kind
         # had an op that fills half of the room, to keep as much free would evict all of a smaller one.
-        return Evictor(room, reserve_bytes=min(self._reserve_bytes, room // 2))
+        evictor = Evictor(room, reserve_bytes=min(self._reserve_bytes, room // 2), passing=passing)
+        self._beside_bytes -= evictor.live.now
+        return evictor
 
     def record_anew(self, where: str) -> None:
         """The last step was not that of its plan: the next of its kind is recorded; ``where`` it differed, in words."""

@@ -148,6 +148,8 @@ class Recorder(OpMode):
         if traits(func).pin == COLLECTIVE:
             self.exchanged = True
         log, paths = self.log, self._paths
+        if backward and not log.backward:
+            self._table.let_go()
         log.unit = self._table.unit = paths.unit
         log.module, log.region, log.backward = paths.path, paths.entered, backward
         clock = self._clock or self._choose_clock((*args, *kwargs.values()))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -26,8 +26,8 @@ from ctdr_lightning.basics.torch_private import OpOverload
 from ctdr_lightning.memory.simulator.evicted import SMALL_SHARE, EvictedSet
 from ctdr_lightning.memory.tape.clock import Clock, Timed
 from ctdr_lightning.memory.tape.verifier import Verifier
-from ctdr_lightning.memory.values.chunk_loop import CHUNKS, chunk_bytes
 from ctdr_lightning.memory.values.live_bytes import LiveBytes
+from ctdr_lightning.memory.values.op_bytes import made_bytes
 from ctdr_lightning.memory.values.op_seconds import op_seconds
 from ctdr_lightning.memory.values.op_traits import may_run_twice, traits
 from ctdr_lightning.memory.values.replay import hold_for_views, materialize
@@ -165,6 +165,7 @@ class Evictor:
         cost: Name of the cost in DTR's heuristic.
         seed: Seed of the candidate sampling.
         reserve_bytes: Kept free for the next op, as far as is known before the first.
+        passing: Tensors from before the step that it may free, beside the budget: they count until then.
 
     Attributes:
         evictions: How many values were evicted.
@@ -174,9 +175,12 @@ class Evictor:
         unrepeatable: Indices of the calls that may not run again, as far as the step has shown.
     """
 
-    def __init__(self, budget_bytes: int, cost: str = "eq", seed: int = 0, reserve_bytes: int = 0) -> None:
-        self.budget_bytes = budget_bytes
+    def __init__(
+        self, budget_bytes: int, cost: str = "eq", seed: int = 0, reserve_bytes: int = 0, passing: Iterable[Tensor] = ()
+    ) -> None:
         self.live = LiveBytes()
+        self.live.track(passing)
+        self.budget_bytes = budget_bytes + self.live.now
         self.evictions = 0
         self.replayed = 0
         self._given_up_bytes = 0
@@ -273,8 +277,9 @@ class Evictor:
         Raises:
             OutOfMemoryError: If nothing is left to evict.
         """
-        if func is CHUNKS:  # the one op whose workspace is known before it runs, and may be most of the step
-            self.reserve_bytes = max(self.reserve_bytes, chunk_bytes(args))
+        coming_bytes = made_bytes(func, args, kwargs)
+        if coming_bytes > self.reserve_bytes:
+            self.reserve_bytes = coming_bytes
             self.make_room()
         result = self._until_it_fits(
             lambda: run(func, args, kwargs), may_repeat=lambda: may_run_twice(func, args, kwargs)

@@ -292,6 +292,13 @@ class ValueTable:
         self._unfiled.append(owner)
         return owner
 
+    def let_go(self) -> None:
+        """A backward begins: values that only the program's tensors await, such as the loss, are not made again.
+
+        Through its calls the loss would own all that can only be held, such as masks of dropout, to the backward's end.
+        """
+        self._values.clear()
+
     def clear(self) -> None:
         """Forget every tensor: the forward is over."""
         self._values.clear()

@@ -86,7 +86,11 @@ class Guided(Layer):
     def forward(self, step: Step, rest: Chain) -> Any:
         """Run under the session."""
         self._memory.plan_due(step.kind)
-        self._session.begin(step.kind, beside_bytes=step.beside_bytes)
+        planned = self._session.plan_of(step.kind) is not None
+        self._session.absent_bytes = 0 if planned else self._memory.planner.absent_bytes()
+        gradients = [] if planned else [p.grad for p in step.module.parameters() if p.grad is not None]
+        self._session.begin(step.kind, beside_bytes=step.beside_bytes, passing=gradients)
+        del gradients  # the step may free them
         try:
             output = step.finish(rest.forward(step))
         except BaseException:

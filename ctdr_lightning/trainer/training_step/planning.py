@@ -30,7 +30,7 @@ from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.training_step.advice import Adviser, optimizer_does_not_fit
 from ctdr_lightning.trainer.training_step.bytes_beside import BytesBeside
 from ctdr_lightning.trainer.training_step.device import tensors_of
-from ctdr_lightning.trainer.training_step.optimizer.resident import gradient_sizes, local_bytes
+from ctdr_lightning.trainer.training_step.optimizer.resident import gradient_sizes, local_bytes, state_bytes
 from ctdr_lightning.trainer.training_step.shared_plans import SharedPlans
 from ctdr_lightning.trainer.training_step.sub_batches.checks import batch_norm_of, sub_batch_hindrance
 from ctdr_lightning.trainer.training_step.sub_batches.parts import can_be_cut, n_samples
@@ -116,6 +116,12 @@ class BatchPlanner:
     def account_of(self, trace: Trace) -> BatchAccount:
         """The account of a batch that runs whole, from its step."""
         return self._beside.account(self._on_machine(trace))
+
+    def absent_bytes(self) -> int:
+        """Bytes of optimizer state that plans count and no step has made yet; 0 where the step itself makes them."""
+        inside = self._options.optimizer_step is not None or not self._module.automatic_optimization
+        made_bytes = state_bytes(cast(Any, self._module.trainer).optimizers)
+        return 0 if inside else max(self._beside.optimizer.state - made_bytes, 0)
 
     def tighten(self, budget_bytes: int) -> None:
         """Plan for less from now on, and refuse nothing: the user's own budget was larger."""

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from ctdr_lightning.memory import plan, signature_of
-from ctdr_lightning.memory.guide.events import Differed, PlanMade
+from ctdr_lightning.memory.guide.events import Differed, OverBudget, PlanMade
 from ctdr_lightning.memory.guide.step_guide import StepGuide
+from ctdr_lightning.memory.values.live_bytes import tell_trackers
 
 
 def net():
@@ -86,3 +87,33 @@ def test_a_planner_that_fails_leaves_the_plan_due():
     with pytest.raises(ValueError, match="no plan"):
         guide.plan_with(fails)
     assert guide.due() is not None
+
+
+def excess_bytes(guide, **beside):
+    """By how much a step that keeps everything was seen to break the budget of a guide."""
+    model, x = net(), torch.randn(4, 8)
+    guide.begin(signature_of(x, model), **beside)
+    tell_trackers(beside.get("passing", ()))  # as a meter does
+    loss = model(x).sum()
+    guide.forward_done()
+    loss.backward()
+    guide.end()
+    return sum(event.n_bytes for event in guide.events if isinstance(event, OverBudget))
+
+
+def test_older_gradients_count_once():
+    older = torch.zeros(2**16)
+    made_bytes = excess_bytes(StepGuide(budget_bytes=0))
+    assert 0 < made_bytes < older.nbytes
+    budget_bytes = made_bytes + older.nbytes
+    assert not excess_bytes(StepGuide(budget_bytes=budget_bytes), beside_bytes=older.nbytes, passing=[older])
+    assert excess_bytes(StepGuide(budget_bytes=older.nbytes), beside_bytes=older.nbytes, passing=[older]) == made_bytes
+
+
+def test_a_budget_is_not_broken_by_bytes_that_are_not_there_yet():
+    guide = StepGuide(budget_bytes=2**20, static_bytes=2**20)
+    over_bytes = excess_bytes(guide)
+    assert over_bytes > 0
+    guide = StepGuide(budget_bytes=2**20, static_bytes=2**20)
+    guide.absent_bytes = over_bytes - 1
+    assert excess_bytes(guide) == 1

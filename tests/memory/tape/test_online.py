@@ -129,6 +129,37 @@ def test_evicted_sets_share_their_costs():
     assert a.root().cost == 7.0
 
 
+def test_what_the_loss_alone_awaits_is_let_go_in_the_backward():
+    """Masks of dropout can only be held; the program has the loss, and its calls, until the backward is over."""
+    x = torch.randn(64, 4096, requires_grad=True)
+
+    def step():
+        h = x[0]
+        for _ in range(24):
+            h = nn.functional.dropout(h.sin(), 0.5)
+        return h.sum()
+
+    budget_bytes = x.nbytes + 16 * x[0].nbytes
+    peak, _ = run(step, Evictor(budget_bytes))
+    assert x.nbytes < peak <= budget_bytes
+
+
+def test_a_product_larger_than_all_before_it_finds_room():
+    x, weight = torch.randn(64, 64, requires_grad=True), torch.randn(64, 1024, requires_grad=True)
+
+    def step():
+        h = x
+        for _ in range(24):
+            h = h.sin()
+        return (h @ weight).sum()
+
+    large_bytes = 16 * x.nbytes
+    evictor = Evictor(large_bytes + 6 * x.nbytes)
+    peak, extra = run(step, evictor)
+    assert large_bytes < peak <= evictor.budget_bytes
+    assert extra, "values had to go"
+
+
 def test_a_recorded_step_under_a_budget_gives_a_plan_makers_trace():
     """What the online policy does meanwhile is no part of the trace."""
     x, step = deep(30)
