@@ -119,6 +119,23 @@ def test_the_callback_with_the_optimizers_state_counted(optimizer, batch_size):
     assert callback.run.memory.session.plan.peak_bytes <= parse_bytes(asked)
 
 
+def test_the_callback_with_accumulated_batches():
+    """Later batches add to the gradients of the first one, and need more: the first error counts them."""
+
+    def run(budget):
+        parts.seed_everything(0, verbose=False)
+        callback = CTDRCallback(rank=None, memory_budget=budget, memory=Memory(over_budget="raise"), verbose=False)
+        parts.fit(Wide("SGD with momentum", width=96), callback, max_epochs=1, accumulate_grad_batches=3)
+        return callback
+
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        run("1KiB")
+    asked = named(caught.value)
+    callback = run(asked)
+    assert len(callback.run.memory.session.plans) > 1
+    assert all(made.peak_bytes <= parse_bytes(asked) for made in callback.run.memory.session.plans)
+
+
 @pytest.mark.parametrize("rank", [pytest.param(0.3, marks=pytest.mark.slow), None])
 def test_the_callback_in_the_middle_of_an_epoch(rank):
     """The optimizer's state is made by its first step, and batches grow: neither finds the named budget too small."""

@@ -95,23 +95,36 @@ class BatchPlanner:
         self.rest_peak_bytes = account.rest_bytes
         if self._on_trial:
             self._end_trial(account)
+        tightest = self._tightest(account)
         if limit is not None and account.rest_bytes > limit:
             named = self._ends_the_run  # a warning names no change
-            error = self._adviser(account).optimizer_error() if named else optimizer_does_not_fit(account, limit)
+            error = self._adviser(tightest).optimizer_error() if named else optimizer_does_not_fit(account, limit)
             self._refuse(error, trace)
         try:
             with one_bar(self._shown), doing("plan the step"):
-                made = self._best(account)
+                made = self._best(tightest)
+                made = made if tightest is account else self._best(account)
         except InfeasibleBudgetError as error:
             if FORESEEN not in trace.meta and self._look_for_tiles():
                 return plan(account.standing, policy="keep")  # of a kind of step that does not come again
             # another policy than the default one has its own hint: the default one
             tried = self._ends_the_run and limit is not None and self._options.policy == "auto"
-            self._refuse(self._adviser(account).advised(error) if tried else error, trace)
+            self._refuse(self._adviser(tightest).advised(error) if tried else error, trace)
             step = Prepared(account.standing)
             made = self.shared(step, "least", lambda: plan(step, Budget(seconds=math.inf)))  # at any time
         self.n_planned += 1
         return made
+
+    def _tightest(self, account: BatchAccount) -> BatchAccount:
+        """The account that has to fit before a run's first batch.
+
+        Later batches of an accumulation add to the gradients of the first one, and so do later parts of a batch.
+        """
+        trainer: Any = self._module.trainer
+        adds = trainer.accumulate_grad_batches > 1 or isinstance(self._options.sub_batches, int)
+        first = self._ends_the_run and not self.n_planned and self.budget_bytes is not None
+        judged = adds and first and self._module.automatic_optimization
+        return account.adding(gradient_sizes(self._module)) if judged else account
 
     def account_of(self, trace: Trace) -> BatchAccount:
         """The account of a batch that runs whole, from its step."""
@@ -257,10 +270,7 @@ class BatchPlanner:
     def _fake_account(self, inputs: Any, lean_step: LeanStep) -> BatchAccount:
         module = self._module
         recorded = fake_steps(module.trainer, module, lean_step)
-        account = self._beside.account_of_part(self._on_machine(recorded(inputs)), module, inputs)
-        if cast(Any, module.trainer).accumulate_grad_batches == 1:
-            return account
-        return account.adding(gradient_sizes(module))
+        return self._beside.account_of_part(self._on_machine(recorded(inputs)), module, inputs)
 
     def _sub_batch_peaks(self, inputs: Any) -> SubBatchPeaks:
         assert self.budget_bytes is not None

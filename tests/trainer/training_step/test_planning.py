@@ -30,7 +30,13 @@ def planner(budget_bytes, global_step=0, **options):
         **{"rank": None, "memory_budget": budget_bytes, "policy": "sqrt", "verbose": False, **options}
     )
     made = BatchPlanner(given, BytesBeside(given), Places(), budget_bytes)
-    made.attach(SimpleNamespace(trainer=SimpleNamespace(is_global_zero=True, optimizers=[], global_step=global_step)))
+    made.attach(
+        SimpleNamespace(
+            trainer=SimpleNamespace(
+                is_global_zero=True, accumulate_grad_batches=1, optimizers=[], global_step=global_step
+            )
+        )
+    )
     return made
 
 
