@@ -68,8 +68,9 @@ _BATCHED = {
 PRODUCTS = {"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"}
 _AFFORDABLE_BYTES = 32 * 2**20
 _Call = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
-# Candidates of a choice share most of their calls, and all batch sizes their shortened ones.
-_MEASURED: dict[Hashable, int | None] = {}
+# Candidates of a choice share most of their calls, and all batch sizes their shortened ones. Of calls that did not run
+# nothing is noted: there may have been no memory for them.
+_MEASURED: dict[Hashable, int] = {}
 
 
 def needs_no_workspace(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -292,8 +293,9 @@ def _workspaces(calls: Sequence[_Call]) -> list[int | None]:
     keys = [(settings, _key(call)) for call in calls]
     new = {key: call for key, call in zip(keys, calls, strict=True) if key not in _MEASURED}
     if new:
-        _MEASURED.update(zip(new, _measured(list(new.values())), strict=True))
-    return [_MEASURED[key] for key in keys]
+        found = dict(zip(new, _measured(list(new.values())), strict=True))
+        _MEASURED.update({key: n_bytes for key, n_bytes in found.items() if n_bytes is not None})
+    return [_MEASURED.get(key) for key in keys]
 
 
 def _measured(calls: Sequence[_Call]) -> list[int | None]:

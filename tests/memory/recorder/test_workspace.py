@@ -153,6 +153,15 @@ def test_calls_are_measured_once_for_all_recordings_and_batch_sizes(monkeypatch)
     assert len(called) > n_new
 
 
+def test_a_call_that_did_not_run_is_measured_again(monkeypatch):
+    """There may have been no memory for it."""
+    answers = iter([None, 4096])
+    monkeypatch.setattr(workspace, "_MEASURED", {})
+    monkeypatch.setattr(workspace, "_workspace", lambda call: next(answers))
+    for expected in (None, 4096, 4096):
+        assert workspace._workspaces([(torch.ops.aten.sort.default, (), {})]) == [expected]
+
+
 def test_watching_leaves_the_generator_and_the_gradients_alone():
     module, x = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.Linear(8, 1)), torch.randn(4, 8)
     left = []
