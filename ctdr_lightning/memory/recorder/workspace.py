@@ -15,9 +15,11 @@ any other device they are counted as 0.
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, count
@@ -114,15 +116,16 @@ class WatchingClock(CpuClock):
         """Run a call, time it, and tell its workspace."""
         if not self.watches or needs_no_workspace(func, args, kwargs):
             return super().run(func, args, kwargs)
-        try:
-            start_watching()
-        except RuntimeError:  # a profiler of the user's began within the step, or watches the thread of its backward
-            return super().run(func, args, kwargs)
         sizes: list[int] = []
-        try:
-            out, seconds, _ = super().run(func, args, kwargs)
-        finally:
-            sizes = stop_watching()
+        with _garbage_kept():
+            try:
+                start_watching()
+            except RuntimeError:  # a profiler of the user's began within the step, or watches its backward's thread
+                return super().run(func, args, kwargs)
+            try:
+                out, seconds, _ = super().run(func, args, kwargs)
+            finally:
+                sizes = stop_watching()
         return out, seconds, _peak_above_end(sizes)
 
 
@@ -315,7 +318,7 @@ def _workspace(call: _Call) -> int | None:
             args = with_workspace(args)
         except RuntimeError:  # not every kernel accepts dummies
             return None
-    with torch.no_grad():
+    with torch.no_grad(), _garbage_kept():
         start_watching()
         try:
             out = func(*args, **kwargs)
@@ -326,6 +329,18 @@ def _workspace(call: _Call) -> int | None:
             sizes = stop_watching()
     del out
     return _peak_above_end(sizes)
+
+
+@contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Put off Python's collector: the tensors that it frees would count as a call's own releases."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _peak_above_end(sizes: Sequence[int]) -> int:

@@ -1,5 +1,6 @@
 """Workspaces of CPU ops: simulated peaks are the allocator's, for real and for fake traces."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -151,6 +152,34 @@ def test_calls_are_measured_once_for_all_recordings_and_batch_sizes(monkeypatch)
     record_fake(nn.Conv2d(3, 8, 5, padding=2), torch.randn(64, 3, 16, 16), lambda m, x: m(x).square().mean())
     assert {traits(func).name for func, *_ in called[n_new:]} <= set(first)
     assert len(called) > n_new
+
+
+def test_garbage_that_is_collected_meanwhile_is_no_release_of_a_call(monkeypatch):
+    """Cycles of the program's own, with large tensors, may be due whenever a call allocates an object."""
+
+    class Cycle:
+        def __init__(self):
+            self.me, self.tensor = self, torch.zeros(2**20)
+
+    def start():
+        begin()
+        Cycle()  # releases count of what was allocated under some watch
+        workspace.stop_watching()
+        begin()
+        gc.set_threshold(1)
+
+    def temps():
+        monkeypatch.setattr(workspace, "_MEASURED", {})
+        found = record_fake(nn.Conv2d(3, 8, 3, 2, 1), torch.randn(4, 3, 40, 40), lambda m, x: m(x).square().mean())
+        return [op.temp_bytes for op in found.ops]
+
+    expected, begin, thresholds = temps(), workspace.start_watching, gc.get_threshold()
+    monkeypatch.setattr(workspace, "start_watching", start)
+    try:
+        assert temps() == expected
+    finally:
+        gc.set_threshold(*thresholds)
+    assert gc.isenabled()
 
 
 def test_a_call_that_did_not_run_is_measured_again(monkeypatch):
