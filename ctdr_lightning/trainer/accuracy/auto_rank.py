@@ -85,7 +85,8 @@ class AutoRank(TrainingData):
     ) -> Report:
         asked, first, optimizer = self._asked, batches[0][1], _optimizer(double)
         account, in_parts = partial(self._account, optimizer, first), self._may_cut(first)
-        kept = KeptChoice(self._trainer, question_of(self._trainer, asked, double, optimizer, first))
+        question = question_of(self._trainer, asked, double, optimizer, first)
+        kept = KeptChoice(self._trainer, question, shown=asked.verbose)
         ask = partial(
             fit_to_budget, double, partial(_loss, self._trainer, step), batches, asked.memory_budget,
             max_slowdown=asked.max_slowdown, max_loss=asked.max_loss, method=asked.method, select=asked.select,

@@ -12,7 +12,6 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
+import ctdr_lightning
 from ctdr_lightning.basics.errors import CTDRError
 from ctdr_lightning.basics.torch_private import tree_leaves
 from ctdr_lightning.joint.budget_fit import BudgetFit
@@ -41,9 +41,11 @@ class KeptChoice:
     Args:
         trainer: About to train; nothing is kept where it has no logger and saves no checkpoint.
         question: Everything that the answer depends on, as primitives.
+        shown: Whether a kept answer is named on the console.
     """
 
-    def __init__(self, trainer: Any, question: Any) -> None:
+    def __init__(self, trainer: Any, question: Any, *, shown: bool = True) -> None:
+        self._shown = shown
         text, folder = json.dumps(question, sort_keys=True, default=str), _folder(trainer)
         name = f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
         self.path = folder / name if folder is not None else None
@@ -62,7 +64,8 @@ class KeptChoice:
         except CTDRError as error:
             _log.info("CTDR: the choice in %s does not hold any more (%s).", self.path, error)
             return self._write(ask(None))
-        rank_zero_info(f"CTDR: an earlier run chose this for the same model and budget; {self.path} keeps it.")
+        if self._shown:
+            rank_zero_info(f"CTDR: an earlier run chose this for the same model and budget:\n{self.path} keeps it.")
         return replace(found, considered=kept.considered)
 
     def _read(self) -> BudgetFit | None:
@@ -91,7 +94,7 @@ def _folder(trainer: Any) -> Path | None:
     if trainer.fast_dev_run or not (trainer.loggers or trainer.checkpoint_callbacks):
         return None
     saved = next((logger.save_dir for logger in trainer.loggers if logger.save_dir), trainer.default_root_dir)
-    return Path(saved) / _FOLDER
+    return None if "://" in str(saved) else Path(saved) / _FOLDER  # a bucket
 
 
 def question_of(
@@ -106,13 +109,14 @@ def question_of(
         optimizer: Of the module; None where it cannot be made yet.
         batch: The first one.
     """
+    asked = {name: value for name, value in options.to_dict().items() if name != "verbose"}
     device, code = trainer.strategy.root_device, getattr(type(module).training_step, "__code__", None)
     return [
-        [version("ctdr-lightning"), torch.__version__, torch.get_num_threads()],
+        [ctdr_lightning.__version__, torch.__version__, torch.get_num_threads()],
         torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         [trainer.precision, trainer.accumulate_grad_batches, trainer.gradient_clip_val],
         [type(trainer.strategy).__name__, trainer.world_size],
-        [options.to_dict(), type(module).__qualname__, str(module)],
+        [asked, type(module).__qualname__, str(module)],
         code.co_code.hex() if code is not None else "",
         [repr(optimizer), [_looks(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]],
         list(_sums(module)),
@@ -124,9 +128,14 @@ def _looks(tensor: Tensor) -> list[Any]:
 
 
 def _sums(module: LightningModule) -> Iterator[list[Any]]:
+    """Each tensor with its sum and its norm, which need no copy of it."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        sums = [] if tensor.is_meta else [f"{tensor.detach().double().pow(power).sum():.9g}" for power in (1, 2)]
-        yield [name, *_looks(tensor), tensor.requires_grad, *sums]
+        known = [name, *_looks(tensor), tensor.requires_grad]
+        if not tensor.is_meta:
+            known.append(f"{tensor.detach().sum(dtype=torch.float64).item():.9g}")
+        if tensor.is_floating_point() and not tensor.is_meta:
+            known.append(f"{torch.linalg.vector_norm(tensor.detach()).item():.6g}")
+        yield known
 
 
 def _age(path: Path) -> float:

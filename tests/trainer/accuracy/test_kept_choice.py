@@ -28,8 +28,8 @@ def searches(monkeypatch):
     return runs
 
 
-def fit(folder, budget=BUDGET, seed=0, **options):
-    made, net = CTDRCallback(budget, rank="auto", max_slowdown=50.0, verbose=False), parts.blobs(seed, width=32)
+def fit(folder, budget=BUDGET, seed=0, verbose=False, **options):
+    made, net = CTDRCallback(budget, rank="auto", max_slowdown=50.0, verbose=verbose), parts.blobs(seed, width=32)
     torch.manual_seed(0)
     given = {"max_epochs": 1, "limit_train_batches": 2, "logger": CSVLogger(folder), **options}
     parts.fit(net, made, **given)
@@ -40,17 +40,20 @@ def files(folder):
     return sorted((folder / "ctdr_choices").glob("*"))
 
 
-def test_the_same_question_is_answered_without_a_search(tmp_path, searches, caplog):
+@pytest.mark.parametrize("verbose", [True, False])
+def test_the_same_question_is_answered_without_a_search(tmp_path, searches, caplog, verbose):
     first, trained = fit(tmp_path)
     assert first.choices.factorized
-    second, again = fit(tmp_path)
+    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
+        second, again = fit(tmp_path, verbose=verbose)
     assert len(searches) == 1
     assert second.choices.to_dict() == first.choices.to_dict()
     assert second.considered == first.considered
     assert second.peak_bytes <= BUDGET
     assert parts.same(trained.state_dict(), again.state_dict())
     (kept,) = files(tmp_path)
-    assert f"an earlier run chose this for the same model and budget; {kept} keeps it." in caplog.text
+    said = f"CTDR: an earlier run chose this for the same model and budget:\n{kept} keeps it."
+    assert (said in caplog.messages) is verbose
 
 
 @pytest.mark.parametrize("other", [{"seed": 1}, {"budget": BUDGET + 1}, {"gradient_clip_val": 1.0}], ids=str)
@@ -88,6 +91,7 @@ def test_a_run_that_leaves_no_files_keeps_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fit(tmp_path, logger=False)
     fit(tmp_path, fast_dev_run=True)
+    fit(tmp_path, logger=False, enable_checkpointing=True, default_root_dir="memory://elsewhere")
     assert list(tmp_path.iterdir()) == []
 
 
