@@ -126,12 +126,13 @@ class Pricer:
 
     def _dense_step(self, recording: Trace | None) -> Trace:
         """Record the dense step, where it fits without limits of memory, and time it; a long one is run once."""
-        self.dense_runs = True
+        self.dense_runs, recordings = True, [recording] if recording is not None else []
         try:
-            recordings = [recording or self.recorded(self._model)]
+            recordings = recordings or [self.recorded(self._model)]
         except torch.OutOfMemoryError:
             self.dense_runs = False
-            recordings = [self.recorded(self._model)]
+        # only here, as the frames of the failed try would keep its tensors
+        recordings = recordings or [self.recorded(self._model)]
         # a short step may be slow the first time, a long one hardly: its first run is its time
         is_long = recordings[0].seconds >= _LONG_S
         recordings += [self.recorded(self._model) for _ in range(0 if is_long else _N_RECORDINGS - 1)]
