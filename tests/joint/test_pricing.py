@@ -1,6 +1,7 @@
 """A candidate's price without a run is what a run takes."""
 
 from dataclasses import replace
+from weakref import ref
 
 import pytest
 import torch
@@ -102,11 +103,14 @@ def test_a_short_step_is_timed_by_the_clock(monkeypatch):
 
 
 def test_a_dense_step_without_memory_is_recorded_within_what_is_left(monkeypatch):
-    recorded, asked = pricing.record, []
+    recorded, asked, left = pricing.record, [], []
 
     def record(step, **options):
         if options["budget_bytes"] is None:
+            made = torch.zeros(1)
+            left.append(ref(made))
             raise torch.OutOfMemoryError("CUDA out of memory.")
+        assert left[0]() is None, "the failed step holds its tensors"
         asked.append(options)
         return recorded(step, **options)
 
