@@ -51,6 +51,7 @@ class BatchPlanner:
         shapes: Plans of steps that differ in sizes alone.
         inputs: The arguments of a step without a plan; None where it has one.
         rest_peak_bytes: Bytes of the last batch that was planned, while its optimizer steps.
+        n_too_large: How many parts of batches had no plan when they had run, though their number was chosen for one.
         lean_step: The layers whose outputs are left out of the steps, and the modules that run in tiles.
         lean: That they are, in words; empty where none are.
     """
@@ -63,11 +64,12 @@ class BatchPlanner:
         self.shared = SharedPlans()
         self.shapes = ManyShapes(plan, share=self.shared)
         self.inputs: Any = None
-        self.rest_peak_bytes = self.n_planned = 0
+        self.rest_peak_bytes = self.n_planned = self.n_too_large = 0
         self._tightened = self._warned = False
         self.lean_step = LeanStep()
         self.lean = ""
         self._largest_bytes = self._largest_in_tiles_bytes = 0
+        self._sizes_of_parts: set[int] = set()
         self._on_trial = False
 
     def attach(self, module: LightningModule) -> None:
@@ -111,7 +113,7 @@ class BatchPlanner:
             tried = self._ends_the_run and limit is not None and self._options.policy == "auto"
             self._refuse(self._adviser(tightest).advised(error) if tried else error, trace)
             step = Prepared(account.standing)
-            made = self.shared(step, "least", lambda: plan(step, Budget(seconds=math.inf)))  # at any time
+            made = self.shared(step, "least", partial(_smallest, step, error.least_peak_bytes))
         self.n_planned += 1
         return made
 
@@ -167,18 +169,24 @@ class BatchPlanner:
         """A key of all but the batch that the number of sub-batches depends on."""
         return self.budget_bytes, self._beside.optimizer
 
-    def fewest_sub_batches(self, inputs: Any) -> int:
+    def fewest_sub_batches(self, inputs: Any, *, more_than: int = 0) -> int:
         """In how few sub-batches a batch fits the budget; where it never does, as many as it has samples.
 
         Args:
             inputs: The arguments of the step, the batch first.
+            more_than: A number whose parts had no plan when they ran. The next one is taken, and seen when it runs.
 
         Raises:
             ConfigError: When the step cannot be recorded on fake tensors.
         """
-        self.look_for_outputs(inputs)
-        with one_bar(self._shown), doing("count sub-batches"):
-            return self._sub_batch_peaks(inputs).fewest() or n_samples(inputs[0][0])
+        samples, number = n_samples(inputs[0][0]), more_than + 1
+        if not more_than:
+            self.look_for_outputs(inputs)
+            with one_bar(self._shown), doing("count sub-batches"):
+                number = self._sub_batch_peaks(inputs).fewest() or samples
+        if number > 1:
+            self._sizes_of_parts.update({samples // number, -(-samples // number)})
+        return number
 
     def look_for_outputs(self, inputs: Any) -> None:
         """Decide which outputs to leave out, where a larger batch than any before does not fit without a plan.
@@ -313,6 +321,12 @@ class BatchPlanner:
         return not hindered and can_be_cut(inputs[0][0])
 
     @property
+    def _has_smaller_parts(self) -> bool:
+        """Whether the step is of a part that can be smaller, as the number of parts is chosen here."""
+        samples = n_samples(self.inputs[0][0]) if self._sizes_of_parts and self.inputs is not None else 0
+        return samples > 1 and samples in self._sizes_of_parts
+
+    @property
     def _ends_the_run(self) -> bool:
         """Whether a batch that does not fit is an error, rather than run as small as it can be."""
         asked, trainer = self._options.over_budget, cast(Any, self._module.trainer)
@@ -323,6 +337,9 @@ class BatchPlanner:
         """Raise the error, or warn once; a step that has not run yet is judged when it has."""
         if self._tightened or FORESEEN in step.meta:
             return
+        if self._has_smaller_parts:
+            self.n_too_large += 1
+            return
         if self._ends_the_run:
             raise error from None  # its cause is the same sentence without the advice
         if self.budget_bytes is not None and not self._warned:
@@ -331,3 +348,11 @@ class BatchPlanner:
                 f"CTDR: {error.problem} Such steps run with the smallest plan found. This warning is shown once. "
                 'memory=Memory(over_budget="raise") ends the run instead.'
             )
+
+
+def _smallest(step: Prepared, least_bytes: int) -> Plan:
+    """The plan of the least peak that a search for a smaller one has seen, or of the least that a new search finds."""
+    try:
+        return plan(step, Budget(peak_bytes=least_bytes))
+    except InfeasibleBudgetError:  # another policy's, or of the batches that follow
+        return plan(step, Budget(seconds=math.inf))  # at any time

@@ -189,6 +189,21 @@ def test_the_sums_count_once(budget, whole, added):
     assert under(budget, 2)[1] == [IN_TWO] * added
 
 
+@pytest.mark.filterwarnings("error:.*smallest plan found")
+def test_parts_without_a_plan_become_smaller(monkeypatch):
+    """Two parts need 3.3 MiB, which a prediction that is a tenth too small does not see."""
+    monkeypatch.setattr("ctdr_lightning.trainer.training_step.sub_batches.peaks._ROOM", 0.9)
+    peaks, options = Peaks(), {"loader": data(5 * 1024, 1024), "max_epochs": 1}
+    plain = fit(Heavy(), **options)
+    cut = fit(Heavy(), peaks, memory_budget="3.1MiB", sub_batches="auto", **options)
+    memory = cut.callback.run.memory
+    said = [words_of(event) for event in memory.session.events]
+    in_three = "Batches of 1024 samples run as 3 sub-batches of 342 or less."
+    assert [text for text in said if "sub-batches" in text] == [IN_TWO, in_three]
+    assert max(peaks.bytes) <= memory.budget_bytes
+    equal(plain.gradients, cut.gradients, SINGLE)
+
+
 def test_an_epoch_that_begins_to_accumulate_runs_in_parts():
     """The whole batch fits in the epochs before it."""
     cut, said = under("4.85MiB", 1, GradientAccumulationScheduler({0: 1, 1: 2}), epochs=2)

@@ -53,6 +53,9 @@ class SubBatches(Layer):
         self._asked, self._memory, self._refusal = asked, memory, refusal
         self.logs = JoinedLogs()
         self._numbers: dict[Hashable, int] = {}
+        self._last: Hashable = None
+        self._n_too_large = 0
+        self._outgrown: set[Hashable] = set()
         self._held: list[tuple[nn.Parameter, Tensor]] = []
         self._checked = False
 
@@ -132,6 +135,7 @@ class SubBatches(Layer):
         trainer: Any = step.module.trainer
         adds = trainer.accumulate_grad_batches > 1  # gradients of other batches take room; may change between epochs
         kind = (signature_of(step.inputs, step.module), step.extra, self._memory.planner.limits, adds)
+        self._look_back(kind)
         if kind not in self._numbers:
             try:
                 self._numbers[kind] = self._decided(step.module, step.run, step.inputs)
@@ -139,7 +143,18 @@ class SubBatches(Layer):
                 if self._refusal is None:
                     raise
                 raise self._refusal from obstacle
+        elif kind in self._outgrown:
+            self._outgrown.discard(kind)
+            self._numbers[kind] = self._memory.planner.fewest_sub_batches(step.inputs, more_than=self._numbers[kind])
+            self._memory.note(BatchesCut(n_samples(step.inputs[0][0]), self._numbers[kind]))
         return self._numbers[kind]
+
+    def _look_back(self, kind: Hashable) -> None:
+        """Note whether parts of the batch before, of its kind, have no plan: predicted ones had."""
+        found = self._memory.planner.n_too_large
+        if found > self._n_too_large:
+            self._outgrown.add(self._last)
+        self._n_too_large, self._last = found, kind
 
     def _decided(self, module: LightningModule, inner: Run, inputs: Any) -> int:
         """Number of sub-batches of a kind of batch, after the check that it can be split."""
