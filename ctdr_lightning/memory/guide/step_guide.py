@@ -98,7 +98,7 @@ class StepGuide:
         # of the root's modules: one that was added may read what was read by nobody before
         self._hooks: list[Sized] = []
         self._fingerprint: tuple[Hashable, ...] = ()
-        self._under_way = self._in_forward = False
+        self._under_way = self._in_forward = self._is_part = False
         self._current: Kind | None = None
         self._signature: Hashable = None
         self._foresight = Foresight()
@@ -107,7 +107,6 @@ class StepGuide:
         self._watch: ForwardWatch | None = None
         self._backward: BackwardWatch | None = None
         self._below: tuple[Any, Any] = (None, None)
-        self._is_part = False
         self._meter: PeakMeter | None = None
 
     @property
@@ -254,6 +253,8 @@ class StepGuide:
         if self._tape is not None:
             self._tape.__exit__(None, None, None)
             self.record_anew(self._tape.diverged)
+            if self._current is not None and not self._tape.diverged:
+                self._current.recount(self._tape.zeros.moved())
             self._backward, self._tape = self._tape.backward_watch(), None
             if self._backward is not None:
                 self._backward.__enter__()
@@ -305,24 +306,22 @@ class StepGuide:
                 self.record_anew(_ANOTHER_GRAPH)
 
     def due(self, signature: Hashable = None) -> Trace | None:
-        """The step of a kind whose plan is to be made; None where it has its plan, or is neither recorded nor foreseen.
-
-        Args:
-            signature: As for `begin`; None for the present kind.
-        """
+        """The step of a kind, as for `begin` or the present one, whose plan is to be made; None where none is due."""
         kind = self._current if signature is None else self._kind_of(signature)
         if kind is not None and signature is not None and self.budget_bytes is not None:
             kind.due = self._foresight.fills(kind, signature, self._kinds) or kind.due
         return kind.trace if kind is not None and kind.due else None
 
-    def put(self, plan: Plan, signature: Hashable = None) -> None:
-        """Take the plan of the trace that was due; the signature as for `due`."""
+    def put(self, plan: Plan | None, signature: Hashable = None) -> None:
+        """Take the plan of the trace that was due, None where no such step is to come; the signature as for `due`."""
         kind = self._current if signature is None else self._kinds[signature]
         assert kind is not None
+        kind.plan, kind.due = plan, False
+        if plan is None:
+            return
         root = self._root() if self._root is not None else None
         # looked up once a plan: to walk through all modules in each step takes ten times as long as to count
         self._hooks = [hooks for module in root.modules() for hooks in hooks_of(module)] if root is not None else []
-        kind.plan, kind.due = plan, False
         shapes = tuple(shapes_in(self._signature if signature is None else signature))
         self.events.append(PlanMade(plan.in_brief, shapes, kind.foreseen))
 

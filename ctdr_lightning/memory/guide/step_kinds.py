@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from ctdr_lightning.basics.errors import ReplayError
 from ctdr_lightning.basics.torch_private import tree_flatten
 from ctdr_lightning.memory.plans.plan import Plan
-from ctdr_lightning.memory.traces.trace import Trace
+from ctdr_lightning.memory.traces.trace import RECOUNTED, Trace
 
-Planner = Callable[[Trace], Plan]
+Planner = Callable[[Trace], Plan | None]  # None for a step that is not to come again
 # One kind of step for each sequence length: 64 lengths, or what is left of them after rounding, serve an epoch.
 MOST_KINDS = 64
 # An estimate, not measured: 2 kB an op in Python's memory for a trace with its plan. So many ops would be 256 MiB.
@@ -48,6 +48,12 @@ class Kind:
             error: That of a step that was being recorded.
         """
         self.held |= error.ticks if self.held or not error.first_ticks else error.first_ticks
+
+    def recount(self, zeros: Mapping[int, float]) -> None:
+        """Have a plan made for other shares of zeros, by value id; without any the plan stays."""
+        if zeros and self.trace is not None:
+            text = str(int(self.trace.meta.get(RECOUNTED, 0)) + 1)
+            self.trace, self.due = self.trace.with_zeros(zeros).with_note(RECOUNTED, text), True
 
     def pins_of(self, error: ReplayError) -> Mapping[int, str]:
         """Values to pin, with the reasons: the first that came back otherwise, and from the second time on all.

@@ -85,8 +85,10 @@ class BatchPlanner:
         assert self._attached is not None, "nothing is planned between two fits"
         return self._attached
 
-    def __call__(self, trace: Trace) -> Plan:
+    def __call__(self, trace: Trace) -> Plan | None:
         """The plan of a step: one for all processes that have this step, judged by the times of this one.
+
+        None where no such step is to come: modules are to run in tiles, or batches in smaller parts.
 
         Results do not depend on plans, so that processes with other plans train alike.
 
@@ -107,8 +109,8 @@ class BatchPlanner:
                 made = self._best(tightest)
                 made = made if tightest is account else self._best(account)
         except InfeasibleBudgetError as error:
-            if FORESEEN not in trace.meta and self._look_for_tiles():
-                return plan(account.standing, policy="keep")  # of a kind of step that does not come again
+            if FORESEEN not in trace.meta and (self._look_for_tiles() or self._grows_smaller(account)):
+                return None
             # another policy than the default one has its own hint: the default one
             tried = self._ends_the_run and limit is not None and self._options.policy == "auto"
             self._refuse(self._adviser(tightest).advised(error) if tried else error, trace)
@@ -320,11 +322,14 @@ class BatchPlanner:
         hindered = batch_norm_of(self._module) or sub_batch_hindrance(self._module.trainer, self._module)
         return not hindered and can_be_cut(inputs[0][0])
 
-    @property
-    def _has_smaller_parts(self) -> bool:
-        """Whether the step is of a part that can be smaller, as the number of parts is chosen here."""
-        samples = n_samples(self.inputs[0][0]) if self._sizes_of_parts and self.inputs is not None else 0
-        return samples > 1 and samples in self._sizes_of_parts
+    def _grows_smaller(self, account: BatchAccount) -> bool:
+        """Whether a step without a plan is of a part that can be smaller, as we chose the number; notes it."""
+        helps = self.budget_bytes is not None and account.rest_bytes <= self.budget_bytes and not self._tightened
+        known = helps and self._sizes_of_parts and self.inputs is not None
+        samples = n_samples(self.inputs[0][0]) if known else 0
+        found = samples > 1 and samples in self._sizes_of_parts
+        self.n_too_large += found
+        return found
 
     @property
     def _ends_the_run(self) -> bool:
@@ -336,9 +341,6 @@ class BatchPlanner:
     def _refuse(self, error: InfeasibleBudgetError, step: Trace) -> None:
         """Raise the error, or warn once; a step that has not run yet is judged when it has."""
         if self._tightened or FORESEEN in step.meta:
-            return
-        if self._has_smaller_parts:
-            self.n_too_large += 1
             return
         if self._ends_the_run:
             raise error from None  # its cause is the same sentence without the advice
