@@ -44,6 +44,9 @@ _N_RECORDINGS, _LONG_S = 3, 2.0
 _SAFE_SHARE = 0.8  # of the free memory: fragments take the rest
 # With 0.3 s of thought a 30 MiB plan of the demo's network took 0.26 s a step, with 1 s and with 5 s 0.21 s.
 PLANNING_S = 1.0
+# Plans of the dense model are priced too high by up to this factor, the deepest most (1.01 to 1.5 on ten networks). To
+# time one takes a second, and it is exact; to look for a cut in its place takes ten.
+MOST_OVERPRICED = 1.6
 # The tape added 50 to 90 us to a step for each op that it sees, on two transformers with 30 plans; two plans
 # of the dense step gave it within a third, and one is tried, to plan less. In longer steps it is under 5 %, and not
 # measured but taken as usual.
@@ -100,6 +103,7 @@ class Pricer:
         step: The step that is priced.
         account: As given.
         lean_recording: Of the leaner step, where it had to run and had the memory that it asked for.
+        overpriced: Factor by which plans are predicted too slow, as far as a timed one has shown.
     """
 
     def __init__(
@@ -113,6 +117,7 @@ class Pricer:
         self._model, self.step, self._batch = model, step, batch
         self.account = account
         self.lean_recording: Trace | None = None
+        self.overpriced = 1.0
         recorded = self._dense_step(recording)
         self._python_s_per_replay, self._shares = recorded.python_s_per_replay, _shares(recorded)
         self._calls = CallSeconds()
@@ -218,6 +223,15 @@ class Pricer:
     def slowdown(self, seconds: float) -> float:
         """Time in steps of the dense model."""
         return seconds / self.dense.seconds
+
+    def learn_from(self, made: Plan, ratio: float) -> None:
+        """Compare a plan of the dense model with the clock: plans of cuts are priced too high alike.
+
+        Args:
+            made: The plan.
+            ratio: Its measured time in dense steps.
+        """
+        self.overpriced = min(max(self.slowdown(made.seconds) / ratio, 1.0), MOST_OVERPRICED)
 
     def room_s(self, trace: Trace, slowdown: float) -> float:
         """Longest time of a step's plan where it may take so many dense steps; at least the plain step's own."""

@@ -38,7 +38,7 @@ from ctdr_lightning.joint.budget_fit import CLOCK_ERROR
 from ctdr_lightning.joint.considered import CHOSEN, GIVEN, Considered
 from ctdr_lightning.joint.ladders import DENSE, RESOURCES, SHARES, Ladders, Rung, between, shares_within
 from ctdr_lightning.joint.priced_choice import Limits, PricedChoice, while_falling
-from ctdr_lightning.joint.pricing import Pricer
+from ctdr_lightning.joint.pricing import MOST_OVERPRICED, Pricer
 from ctdr_lightning.joint.shortfall import PREDICTION_ERROR, Shortfall, within
 from ctdr_lightning.joint.turns import RealStep, in_turns
 from ctdr_lightning.joint.twins import twin_with, unmoved
@@ -49,9 +49,6 @@ from ctdr_lightning.memory.traces.trace import Trace
 
 # So much longer than wished a harmless cut may take, and the dense model where it is preferred. Not tuned.
 PATIENT = 1.25
-# Plans of the dense model are priced too high by up to this factor, the deepest most (1.01 to 1.5 on ten networks). To
-# time one takes a second, and it is exact; to look for a cut in its place takes ten.
-_DENSE_ERROR = 1.6
 _UNKNOWN_LOSS = -1.0
 
 Ordered = tuple[PricedChoice, str]  # and the reason, should it be the answer
@@ -191,7 +188,7 @@ class JointSearch:
         if budget is not None and floor > budget:
             return found.told(peak_bytes=floor, outcome=f"no plan goes below {format_bytes(floor)}")
         least_s = self._pricer.least_s(step, budget) if budget is not None and found.rung != DENSE else 0.0
-        if self._takes_too_long(least_s):
+        if self._takes_too_long(least_s / self._pricer.overpriced):
             return found.told(peak_bytes=floor, outcome=self._too_slow(least_s))
         if budget is None and self._takes_too_long(found.trace.seconds):  # no plan makes it faster
             return found.told(outcome=self._too_slow(found.trace.seconds))
@@ -212,7 +209,7 @@ class JointSearch:
     def _in_time(self, found: PricedChoice) -> PricedChoice:
         """The same, refused where its plan takes too long."""
         # without the tape's own time, which is known too badly to refuse by: the clock decides
-        overpriced = _DENSE_ERROR if found.rung == DENSE and self._pricer.dense_runs else 1.0
+        overpriced = MOST_OVERPRICED if found.rung == DENSE and self._pricer.dense_runs else self._pricer.overpriced
         if found.plan is not None and self._takes_too_long(found.plan.seconds / overpriced):
             return found.told(outcome=self._too_slow(found.plan.seconds))
         return found
@@ -371,6 +368,8 @@ class JointSearch:
             return found.told(measured_slowdown=1.0)
         step, is_long = RealStep(model, forward, found.plan), self._pricer.is_long
         ratio = watched.seconds / self._pricer.dense_s if is_long else in_turns(self._dense, step).ratio
+        if found.trial is None and found.plan is not None:
+            self._pricer.learn_from(found.plan, ratio)
         found = found.told(measured_slowdown=ratio)
         if ratio > self._limits.slowdown * CLOCK_ERROR:
             return found.told(outcome=f"too slow: {ratio:.2f} dense steps by the clock")

@@ -175,7 +175,7 @@ def test_without_a_budget_the_time_of_the_step_as_it_is_is_named():
 
 def test_where_a_plan_is_too_slow_the_memory_that_is_enough_is_named_too(bounds, monkeypatch):
     monkeypatch.setattr(search, "in_turns", lambda *_: Turns(0.1, 0.1, 1.0))
-    monkeypatch.setattr(search, "_DENSE_ERROR", 1.0)
+    monkeypatch.setattr(search, "MOST_OVERPRICED", 1.0)
     given = {"max_slowdown": 1.0, "select": "11", "progress": False}
     with pytest.raises(InfeasibleBudgetError, match=r"raise max_slowdown to .*, or memory_budget to ") as found:
         fit_to_budget(parts.network(), parts.step, parts.batches(), round(1.05 * bounds[1]), **given)
@@ -199,7 +199,7 @@ def test_a_cut_that_loses_nothing_ends_the_search(bounds, monkeypatch, share, en
 @pytest.mark.parametrize(("error", "refused_by"), [(1e9, "clock"), (1e-9, "expected")])
 def test_the_clock_decides_on_the_dense_model_where_its_price_may_be_wrong(bounds, monkeypatch, error, refused_by):
     monkeypatch.setattr(search, "in_turns", lambda *_: Turns(0.1, 0.9, 9.0))
-    monkeypatch.setattr(search, "_DENSE_ERROR", error)
+    monkeypatch.setattr(search, "MOST_OVERPRICED", error)
     given = {"max_slowdown": 1.25, "select": "11", "progress": False}
     seen = []
     keep = JointSearch.keep
