@@ -7,8 +7,9 @@ Reproduced: vDNN's transfers of the inputs of every layer or of convolutions, ea
     and the elements that are not zero (zero-value compression), wherever a ReLU made the tensor or max-pooling after
     one, however many zeros it has.
 Modelled: the paper compresses in the DMA engine at no cost; here the codec runs on the device, and its time counts.
-    Sizes are foretold from the zeros of the recorded step, with 10 % more elements than these leave. Where nobody
-    counted them (fake tensors, named devices), tensors count as dense. Without the codec ``zvc`` the plans are vDNN's.
+    Sizes are foretold from the zeros of the recorded step, with 10 % more elements than these leave, and anew where
+    training changes them by more. Where nobody counted them (fake tensors, named devices), tensors count as dense.
+    Without the codec ``zvc`` the plans are vDNN's.
 Left out: the engine's buffers; the paper's other codecs, run lengths and zlib.
 Claimed: transfers 2.6 times smaller on average, which makes virtualized training 32 % faster.
 

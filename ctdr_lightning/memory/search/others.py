@@ -86,5 +86,6 @@ def codecs_may_pay(step: Prepared, actions: Actions, codecs: Actions) -> bool:
 def _price(trace: Trace, value: int, codec: Compress) -> float:
     """Seconds of encoding and decoding a value, for each byte that it spares."""
     dense, costs = trace.value_bytes(value), [codec_cost(trace, name) for name in codec.codecs]
-    seconds = sum(cost.encode_seconds(dense) + cost.decode_seconds(dense) for cost in costs)
+    zeros = facts_of(trace)[value].zeros
+    seconds = sum(cost.encode_seconds(dense, zeros) + cost.decode_seconds(dense, zeros) for cost in costs)
     return seconds / max(dense - away_bytes(trace, value, codec.codecs), 1)

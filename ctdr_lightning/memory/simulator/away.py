@@ -121,9 +121,10 @@ def away_effect(trace: Trace, value: int, action: Away, needed: int | None, unti
     """
     made, dense = trace.ops[trace.values[value].op].tick, trace.value_bytes(value)
     costs = _fitting(trace, value, action.codecs)
-    encode_s = sum(cost.encode_seconds(dense) for cost in costs)
-    decode_s = sum(cost.decode_seconds(dense) for cost in costs) if needed is not None else 0.0
-    packed = packed_bytes(facts_of(trace)[value], costs)
+    facts = facts_of(trace)[value]
+    encode_s = sum(cost.encode_seconds(dense, facts.zeros) for cost in costs)
+    decode_s = sum(cost.decode_seconds(dense, facts.zeros) for cost in costs) if needed is not None else 0.0
+    packed = packed_bytes(facts, costs)
     last = until if needed is None else needed
     found: list[Interval] = []
     out = made
@@ -141,7 +142,7 @@ def away_effect(trace: Trace, value: int, action: Away, needed: int | None, unti
         gone = -1
         found.append((made, last, packed))
     if costs:
-        as_measured = dense * temporary_growth(facts_of(trace)[value])
+        as_measured = dense * temporary_growth(facts)
         found.append((out, out, max(cost.encode_temporaries(as_measured) for cost in costs)))
         if needed is not None:
             found.append((needed, needed, max(cost.decode_temporaries(as_measured) for cost in costs)))

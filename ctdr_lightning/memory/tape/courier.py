@@ -16,6 +16,7 @@ from ctdr_lightning.memory.codecs import CODECS
 from ctdr_lightning.memory.holders.away import AwayTensor
 from ctdr_lightning.memory.holders.base import Holder
 from ctdr_lightning.memory.simulator.actions import Away, Offload, keeps_sign_alone
+from ctdr_lightning.memory.tape.zero_watch import ZeroWatch
 from ctdr_lightning.memory.values.tensors import alias_of
 from ctdr_lightning.memory.values.value import ABOUT, EXACT, SIGNS, Handle, Held, Value
 
@@ -36,10 +37,11 @@ class Courier:
     Args:
         actions: By value id.
         holders: By name.
+        zeros: Counts the zeros of what is put away.
     """
 
-    def __init__(self, actions: Mapping[int, Away], holders: Mapping[str, Holder]) -> None:
-        self._actions = actions
+    def __init__(self, actions: Mapping[int, Away], holders: Mapping[str, Holder], zeros: ZeroWatch) -> None:
+        self._actions, self._zeros = actions, zeros
         self._holders = holders
         self._to_send: dict[int, list[tuple[weakref.ref[Value], Offload]]] = defaultdict(list)
         self._to_leave: dict[int, list[weakref.ref[Value]]] = defaultdict(list)
@@ -59,6 +61,7 @@ class Courier:
         value.identity, value.comes_back = identity, _comes_back(action)
         value.stays_while_awaited = value.hold = False
         value.node, value.leaves = None, True
+        self._zeros.look(identity, tensor)
         if not isinstance(action, Offload):
             value.away = AwayTensor(tensor, action.codecs, None)
             return

@@ -46,6 +46,7 @@ from ctdr_lightning.memory.tape.verifier import (
     Verifier,
     check_verify,
 )
+from ctdr_lightning.memory.tape.zero_watch import ZeroWatch
 from ctdr_lightning.memory.values.batchnorm_again import has_shortcut, take_shortcut
 from ctdr_lightning.memory.values.higher_order import HigherOrderUnseen
 from ctdr_lightning.memory.values.op_traits import pin_reason_of_types, traits
@@ -91,6 +92,7 @@ class Tape(OpMode):
 
     Attributes:
         diverged: Where the step differed from the plan, in words; empty where it did not.
+        zeros: Counts the zeros of what is put away.
 
     Example:
         >>> from ctdr_lightning.memory import Tape, plan, record
@@ -126,7 +128,10 @@ class Tape(OpMode):
         self._online = Online(evictor, self._table) if evictor is not None else None
         self._paths = ModulePaths() if has_process_group() else None  # without one there are no FSDP units
         self._pause = CollectorPause()
-        self._courier = Courier(plan.away, _own_holders(self) if holders is None else holders) if plan.away else None
+        self.zeros = plan.once("zeros", lambda: ZeroWatch(plan))
+        self._courier: Courier | None = None
+        if plan.away:
+            self._courier = Courier(plan.away, _own_holders(self) if holders is None else holders, self.zeros)
         self._unseen = HigherOrderUnseen()
         self._hookless: HooklessRegions | None = None
         self._clock = CpuClock()
@@ -137,6 +142,7 @@ class Tape(OpMode):
 
     def __enter__(self) -> Tape:
         self._index, self.diverged = 0, ""
+        self.zeros.begin()
         if self.plan.budget_bytes is not None:
             use_expandable_segments(torch.device(self.plan.trace.device))  # on which plans for a GPU count
         if not self.plan.keeps_all:

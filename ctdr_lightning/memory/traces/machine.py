@@ -62,6 +62,9 @@ class CodecCost:
         decode_temp_bytes: The same of decoding.
         only_faster: Whether it may only make steps faster, never make a budget fit, because the user did not ask for
             it.
+        encode_s_per_mixed_byte: Further time to encode, by the input's bytes times z (1 - z) for a share z of zeros: a
+            processor guesses where a zero comes next, and is wrong the more often the more evenly both are mixed.
+        decode_s_per_mixed_byte: The same of decoding.
     """
 
     name: str
@@ -79,14 +82,18 @@ class CodecCost:
     encode_temp_bytes: float = 0.0
     decode_temp_bytes: float = 0.0
     only_faster: bool = False
+    encode_s_per_mixed_byte: float = 0.0
+    decode_s_per_mixed_byte: float = 0.0
 
-    def encode_seconds(self, n_bytes: int) -> float:
-        """Time to encode so many bytes."""
-        return self.encode_call_s + n_bytes * self.encode_s_per_byte
+    def encode_seconds(self, n_bytes: int, zeros: float = 0.0) -> float:
+        """Time to encode so many bytes, of which a share are zeros."""
+        per_byte = self.encode_s_per_byte + zeros * (1 - zeros) * self.encode_s_per_mixed_byte
+        return self.encode_call_s + n_bytes * per_byte
 
-    def decode_seconds(self, n_bytes: int) -> float:
-        """Time to decode so many bytes."""
-        return self.decode_call_s + n_bytes * self.decode_s_per_byte
+    def decode_seconds(self, n_bytes: int, zeros: float = 0.0) -> float:
+        """Time to decode so many bytes, of which a share are zeros."""
+        per_byte = self.decode_s_per_byte + zeros * (1 - zeros) * self.decode_s_per_mixed_byte
+        return self.decode_call_s + n_bytes * per_byte
 
     def encode_temporaries(self, n_bytes: float) -> int:
         """Bytes that encoding so many bytes takes meanwhile."""

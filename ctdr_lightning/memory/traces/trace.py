@@ -25,6 +25,7 @@ TRACE_VERSION = 5
 # 256 TiB: a larger number in a file is damage.
 MAX_BYTES = 2**48
 LEAN = "lean"  # the key of a trace's notes on outputs that are not made and modules that run in tiles
+RECOUNTED = "zeros counted again"  # the key of a trace's note on how often it was given other shares of zeros
 WEIGHT = "a weight"  # the pin of a parameter that requires grad
 WRITTEN_UNSEEN = "written by a kernel that torch does not see"
 CAME_BACK_OTHERWISE = "came back with other contents when it was made again"

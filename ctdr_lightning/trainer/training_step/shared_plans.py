@@ -31,7 +31,7 @@ from ctdr_lightning.memory.plans.plan import PLAN_VERSION
 from ctdr_lightning.memory.search.transfer import transferred
 from ctdr_lightning.memory.simulator.actions import Action
 from ctdr_lightning.memory.traces.machine import CodecCost, Link
-from ctdr_lightning.memory.traces.trace import OpRecord, StorageRecord, ValueRecord
+from ctdr_lightning.memory.traces.trace import RECOUNTED, OpRecord, StorageRecord, ValueRecord
 
 # Four times the longest search seen. Only a process that was killed in its search never answers.
 MOST_WAIT_S = 120.0
@@ -142,7 +142,8 @@ def digest_of(trace: Trace, asked: Hashable) -> str:
     card = torch.cuda.get_device_name() if trace.device == "cuda" and torch.cuda.is_available() else ""
     machine = trace.device, card, expandable_segments()
     resident = round(RESIDENT_STEPS * log2(max(trace.resident_bytes, 1)))
-    facts = (PLAN_VERSION, machine, trace.n_ticks, trace.n_training, resident, asked, rows)
+    recounted = trace.meta.get(RECOUNTED)  # a plan for other shares of zeros is not taken from before they changed
+    facts = (PLAN_VERSION, machine, trace.n_ticks, trace.n_training, resident, asked, recounted, rows)
     return sha256(repr(facts).encode()).hexdigest()
 
 

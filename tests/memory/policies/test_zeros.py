@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ctdr_lightning.memory import Tape, plan, record
+from ctdr_lightning.memory import Simulator, Tape, plan, record
 from ctdr_lightning.memory.codecs import encode
 from ctdr_lightning.memory.simulator.actions import Compress, Offload
 from ctdr_lightning.memory.simulator.away import MORE_ELEMENTS, away_bytes
@@ -67,6 +67,29 @@ def test_cswap_leaves_sparse_outputs_alone_where_the_codec_takes_longer_than_it_
     trace = benched(SPARSE, SPARSE)[1]
     slow = replace(ZVC, encode_s_per_byte=2e-6, decode_s_per_byte=2e-6)  # the link takes 1e-6 s a byte
     assert plan(trace.with_machine([], [slow]), None, "cswap").away == plan(trace, None, "vdnn_all").away
+
+
+@pytest.mark.parametrize(("bias", "pays"), [(0.0, False), (-2.5, True)])
+def test_cswap_counts_the_time_that_mixed_zeros_take(bias, pays):
+    """Half zeros spare half of a transfer and take the codec longest; nearly all spare more and take it less."""
+    trace = benched(bias, bias)[1]
+    slow = replace(ZVC, encode_s_per_mixed_byte=4e-6, decode_s_per_mixed_byte=4e-6)  # the link takes 1e-6 s a byte
+    away = plan(trace.with_machine([], [slow]), None, "cswap").away
+    assert [bool(away[v].codecs) for v in rectified_values(trace)] == [pays] * 2
+    without = plan(trace, None, "cswap").away
+    assert all(without[v].codecs for v in rectified_values(trace)), "the codec alone is free"
+
+
+@pytest.mark.parametrize("bias", [SPARSE, 0.0])
+def test_a_step_takes_the_codecs_time_for_its_zeros(bias):
+    trace = benched(bias, bias)[1]
+    value = rectified_values(trace)[0]
+    n_bytes, zeros = trace.value_bytes(value), trace.values[value].zeros
+    seconds = []
+    for cost in (ZVC, replace(ZVC, encode_s_per_mixed_byte=1.0, decode_s_per_mixed_byte=2.0)):
+        trial = Simulator(trace.with_machine([], [cost])).trial({value: Compress(("zvc",))})
+        seconds.append(trial.seconds)
+    assert seconds[1] - seconds[0] == pytest.approx(3.0 * n_bytes * zeros * (1 - zeros))
 
 
 @pytest.mark.parametrize("bias", [SPARSE, 0.0])
