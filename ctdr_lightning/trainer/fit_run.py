@@ -35,6 +35,7 @@ from ctdr_lightning.trainer.training_step.device import peak_flops
 from ctdr_lightning.trainer.training_step.memory_stage import MemoryStage
 from ctdr_lightning.trainer.training_step.optimizer.candidate_account import candidate_account
 from ctdr_lightning.trainer.training_step.optimizer.in_backward import StepInBackward
+from ctdr_lightning.trainer.training_step.optimizer.replaced import ReplacedParameters
 from ctdr_lightning.trainer.training_step.optimizer.states import OptimizerStates
 from ctdr_lightning.trainer.training_step.pipeline import StepRunner
 from ctdr_lightning.trainer.training_step.retry.retry import is_out_of_memory
@@ -78,6 +79,7 @@ class FitRun:
         self.coach = Coach(options.recovery, self.surgeon, options.verbose) if options.recovery is not None else None
         self.memory = MemoryStage(options)
         self.states = OptimizerStates(options.optimizer_state, options.disk_folder)
+        self._replaced = ReplacedParameters()
         self.in_backward = StepInBackward(asked=options.optimizer_step == "in_backward")
         cut = options.sub_batches
         self._sub_batches = SubBatches(cut, self.memory, refusal) if cut is not None else None
@@ -193,6 +195,7 @@ class FitRun:
 
     def cut(self, trainer: Trainer, module: LightningModule) -> None:
         """Decide the decomposition, and make the cuts that precede training; completely or not at all."""
+        self._replaced.cut_begins(module)
         coaching = [self.coach.as_now()] if self.coach is not None else []
         shown = one_bar(self._options.verbose and trainer.is_global_zero)
         with shown, all_or_nothing(layers_as_now(module), self.surgeon.as_now(), *coaching):
@@ -250,6 +253,7 @@ class FitRun:
             self.memory.prepare(trainer, module)
 
     def _attach(self, trainer: Trainer, module: LightningModule) -> None:
+        self._replaced.check(trainer, module)
         self.states.attach(trainer)
         if self._sub_batches is not None:
             self._sub_batches.check(trainer, module)

@@ -9,18 +9,20 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from copy import copy
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.basics.torch_private import FakeTensorMode
 from ctdr_lightning.memory.holders.disk import STAGING_BYTES
 from ctdr_lightning.memory.holders.optimizer_state import StateAway, check_movable, chunks_of, state_away_of
+from ctdr_lightning.memory.holders.optimizer_state_tensors import state_tensors
+from ctdr_lightning.memory.holders.optimizer_twin import ReadsAsOne, twin_without_memory
 from ctdr_lightning.memory.traces.optimizer import NO_OPTIMIZER, OptimizerBytes
 from ctdr_lightning.memory.values.live_bytes import PeakMeter
 from ctdr_lightning.memory.values.tensors import own_part
@@ -33,6 +35,8 @@ SETTINGS: tuple[dict[str, bool], ...] = ({"foreach": False, "fused": False}, {"f
 # more of them in a line search, and more that are made between two closures.
 _LBFGS_STANDING, _LINE_SEARCH_STANDING, _LBFGS_MORE = 3, 6, 3
 _SCALAR_BYTES = 8
+# Steps that a counter may say: far more than any run has, and exact in the floating point of bias corrections.
+_MOST_STEPS = 2**40
 
 
 # The optimizers that have a name, with settings that do not change their bytes.
@@ -60,12 +64,13 @@ def predict(
         The bytes; None where an optimizer cannot step on sizes alone (it asks for a closure).
 
     Example:
-        >>> weight = nn.Parameter(torch.zeros(1000, 1000))
+        >>> weight = torch.nn.Parameter(torch.zeros(1000, 1000))
         >>> predict([torch.optim.Adam([weight], foreach=True)])
         OptimizerBytes(state=8000004, temporary=4000000, standing=0)
     """
     try:
-        each = [_take(optimizer, n_steps, settings, inside=inside) for optimizer in optimizers]
+        with torch.random.fork_rng(devices=[]):  # a step may draw numbers
+            each = [_take(optimizer, n_steps, settings, inside=inside) for optimizer in optimizers]
     except Exception:  # whatever an optimizer of somebody's raises on tensors without contents: it is measured instead
         return None
     return OptimizerBytes(
@@ -111,11 +116,10 @@ def predict_for(optimizer: Optimizer | None, trained: Sequence[Tensor], *, insid
         return NO_OPTIMIZER
     optimizer = optimizer or torch.optim.Adam(trained)
     group = optimizer.param_groups[0]
-    if group.get("foreach", False) is None and not group.get("fused"):
-        # torch asks the parameters for their device, and a candidate's may be on meta
-        group = {**group, "foreach": all(p.is_cuda for p in group["params"])}
-    twin = copy(optimizer)
-    twin.param_groups, twin.state = [{**group, "params": trained}], {}  # type: ignore[assignment]
+    group = {**group, **on_device_of(group)}
+    kind: Any = type(optimizer)
+    twin = kind.__new__(kind)  # torch's own copy of an optimizer leaves out the attributes of a subclass
+    vars(twin).update({**vars(optimizer), "param_groups": [{**group, "params": trained}], "state": defaultdict(dict)})
     found = predict([twin], inside=inside)
     return OptimizerBytes(2 * sum(p.nbytes for p in trained)) if found is None else found
 
@@ -186,18 +190,52 @@ def _measure(optimizer: Optimizer, settings: dict[str, bool], only: set[Tensor] 
     if settings.get("fused", all(group.get("fused") for group in optimizer.param_groups)):
         # a fused kernel refuses meta tensors; its state is that of the others, and it allocates nothing
         return _measure(optimizer, {"foreach": False, "fused": False}, only)[0], 0
-    twin = _twin(optimizer, settings, only)
-    params = [p for group in twin.param_groups for p in group["params"]]
-    peaks: list[int] = []
-    state = 0
-    for _ in range(2):  # the first step makes the state
-        for param in params:
-            param.grad = torch.empty_like(param)
-        with PeakMeter() as meter:
-            twin.step()
-        state = _state_bytes(twin)
-        peaks.append(meter.live.peak - (state if not peaks else 0))
-    return state, max(0, *peaks)
+    try:
+        return _measured(_twin(optimizer, settings, only))
+    except Exception:  # whatever an optimizer of somebody's raises on meta: a generator, say, cannot be there
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            return _measured(_twin(optimizer, settings, only, device=None))
+
+
+def _measured(twin: Optimizer) -> tuple[int, int]:
+    temporaries = [_step(twin)]  # the first step makes the state
+    before = {(id(owner), name): n for owner, name, n in _numbers(twin)}
+    temporaries.append(_step(twin))
+    counters = [(owner, name) for owner, name, n in _numbers(twin) if before.get((id(owner), name)) == n - 1]
+    for n_steps in _busy_steps(twin, counters):
+        for owner, name in counters:
+            owner[name] = n_steps
+        temporaries.append(_step(twin))
+    return _state_bytes(twin), max(0, *temporaries)
+
+
+def _step(twin: Optimizer) -> int:
+    """Take a step. Returns the peak of its memory above its state."""
+    for param in (p for group in twin.param_groups for p in group["params"]):
+        param.grad = torch.empty_like(param)
+    # a step that compiles itself would do so for sizes, which takes longer than a batch
+    with torch.compiler.set_stance("force_eager"), PeakMeter() as meter, ReadsAsOne():
+        meter.live.track(state_tensors([twin]))
+        twin.step()
+    return meter.live.peak - _state_bytes(twin)
+
+
+def _numbers(twin: Optimizer) -> Iterator[tuple[dict[str, Any], str, int]]:
+    """Whole numbers that an optimizer keeps: with its parameters, in their groups, or itself."""
+    for owner in filter(lambda found: isinstance(found, dict), (*twin.state.values(), *twin.param_groups, vars(twin))):
+        yield from ((owner, name, n) for name, n in owner.items() if type(n) is int)
+
+
+def _busy_steps(twin: Optimizer, counters: list[tuple[dict[str, Any], str]]) -> tuple[int, ...]:
+    """Numbers of steps after which all that an optimizer does every so many steps is due, as GaLore's decomposition is.
+
+    The multiple of all its whole settings, for optimizers that count before that question and after it.
+    """
+    counted = {(id(owner), name) for owner, name in counters}
+    owners = (*twin.param_groups, vars(twin))
+    whole = {n for o in owners for name, n in o.items() if type(n) is int and n > 1 and (id(o), name) not in counted}
+    together = math.lcm(*whole)
+    return (together - 1, together) if counters and 1 < together < _MOST_STEPS else ()
 
 
 def _state_of(optimizer: Optimizer, away: StateAway) -> Iterator[Tensor]:
@@ -207,28 +245,23 @@ def _state_of(optimizer: Optimizer, away: StateAway) -> Iterator[Tensor]:
         for param in (p for group in twin.param_groups for p in group["params"]):
             param.grad = torch.empty_like(param)
         twin.step()
-        yield from (v for state in twin.state.values() for v in state.values() if isinstance(v, Tensor))
+        yield from state_tensors([twin])
 
 
-def _twin(optimizer: Optimizer, settings: dict[str, bool], only: set[Tensor] | None = None) -> Any:
-    """An optimizer of the same class and settings on meta tensors, without state and without hooks.
+def _twin(
+    optimizer: Optimizer, settings: dict[str, bool], only: set[Tensor] | None = None, device: str | None = "meta"
+) -> Optimizer:
+    """The optimizer's twin, with changed settings.
 
     Args:
         optimizer: It is not changed.
         settings: Changed settings.
         only: The parameters that it has; None for all of them.
+        device: Of its tensors.
     """
-    kind: Any = type(optimizer)
-    twin = kind.__new__(kind)
-    # neither hooks nor the step that schedulers put over the class's own
-    plain = {k: v for k, v in vars(optimizer).items() if not k.startswith("_optimizer_") and k != "step"}
-    # bitsandbytes' optimizers move tables in a dictionary of their own to a parameter's device when they step
-    plain = {k: copy(v) if isinstance(v, dict) else v for k, v in plain.items()}
-    groups = [
-        {**group, **_setting(group, settings), "params": _meta(group["params"], only)}
-        for group in optimizer.param_groups
-    ]
-    twin.__setstate__({**plain, "state": defaultdict(dict), "param_groups": groups})
+    twin = twin_without_memory(optimizer, only, device)
+    for group, own in zip(twin.param_groups, optimizer.param_groups, strict=True):
+        group.update(_setting(own, settings))
     return twin
 
 
@@ -236,16 +269,20 @@ def _setting(group: dict[str, Any], settings: dict[str, bool]) -> dict[str, Any]
     """The group's own setting, or the one that torch would choose on the parameters' device."""
     if settings:
         return {name: value for name, value in settings.items() if name in group}
+    return on_device_of(group)
+
+
+def on_device_of(group: dict[str, Any]) -> dict[str, Any]:
+    """The setting of a group that torch would choose on its parameters' device: a copy's may be on ``meta``.
+
+    Args:
+        group: Of an optimizer.
+    """
     if group.get("foreach", False) is None and not group.get("fused"):
         return {"foreach": all(p.is_cuda and not isinstance(p, DTensor) for p in group["params"])}
     return {}
 
 
-def _meta(params: list[Tensor], only: set[Tensor] | None) -> list[nn.Parameter]:
-    trained = [p for p in params if p.requires_grad and (only is None or p in only)]
-    return [nn.Parameter(torch.empty_like(own_part(p), device="meta"), p.requires_grad) for p in trained]
-
-
 def _state_bytes(optimizer: Optimizer) -> int:
-    values = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
-    return sum({id(v): v.untyped_storage().nbytes() for v in values}.values())
+    storages = (tensor.untyped_storage() for tensor in state_tensors([optimizer]))
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

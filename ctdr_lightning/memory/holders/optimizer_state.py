@@ -311,6 +311,16 @@ def updates_one_by_one(optimizer: Optimizer) -> bool:
     return kind.__module__.startswith("torch.optim") and kind.__name__ not in NOT_BY_PARAMETER
 
 
+def name_of(optimizer: Optimizer) -> str:
+    """The name of an optimizer's class, with its module where that is not torch's: GaLore's is an ``AdamW`` too.
+
+    Args:
+        optimizer: Any.
+    """
+    kind = type(optimizer)
+    return kind.__name__ if kind.__module__.startswith("torch.") else f"{kind.__module__}.{kind.__name__}"
+
+
 def check_movable(optimizer: Optimizer) -> None:
     """Refuse an optimizer whose state cannot wait elsewhere.
 
@@ -319,7 +329,7 @@ def check_movable(optimizer: Optimizer) -> None:
     """
     if not updates_one_by_one(optimizer):
         raise ConfigError(
-            f"The state of {type(optimizer).__name__} cannot wait elsewhere: it is not known to update its parameters "
-            "one by one.",
+            f"The state of {name_of(optimizer)} cannot wait elsewhere: this optimizer is not known to update its "
+            "parameters one by one.",
             "Use an optimizer of torch.optim other than LBFGS, or leave optimizer_state out.",
         )

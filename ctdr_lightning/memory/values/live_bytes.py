@@ -148,6 +148,10 @@ class PeakMeter(OpMode):
         self._unseen.__exit__(kind, error, tb)
         self.live.__exit__(kind, error, tb)
 
+    def call(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call that is measured."""
+        return func(*args, **kwargs)
+
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -155,7 +159,7 @@ class PeakMeter(OpMode):
             return NotImplemented
         for arg in (*args, *kwargs.values()) if kwargs else args:
             self.live.ignore(arg if type(arg) in (tuple, list) else (arg,))
-        out = func(*args, **(kwargs or {}))
+        out = self.call(func, args, kwargs or {})
         self.live.track(out if type(out) in (tuple, list) else (out,))
         self.live.note_gather(func, args, kwargs or {})
         return out

@@ -45,6 +45,7 @@ class BytesBeside:
         self._options = options
         self.optimizer = NO_OPTIMIZER
         self.kept_bytes = self.copied_bytes = self._put_back_bytes = self._state_bytes = 0
+        self._foreseen_bytes = 0
         self.held_bytes = self._weight_bytes = 0
         self.surprises = Surprises()
         self.rest_measured = False
@@ -59,6 +60,7 @@ class BytesBeside:
         self._state_bytes = state_bytes(trainer.optimizers)
         inside, n_steps = self._options.optimizer_step is not None, trainer.estimated_stepping_batches
         found = predict(trainer.optimizers, n_steps, inside=inside) or NO_OPTIMIZER
+        self._foreseen_bytes = found.temporary
         self.optimizer = replace(found, state=max(found.state, self._state_bytes))
         reader = gradient_reader(module, trainer.callbacks) if self._options.keep_gradients is None else ""
         keeps = self._options.keep_gradients or bool(reader) or overrides(module, "optimizer_zero_grad")
@@ -129,7 +131,11 @@ class BytesBeside:
         new: list[Event] = []
         if measured is not None:
             self.rest_measured = True
-            temporary = measured.rest_bytes - max(self._state_bytes - before, 0)
+            made = max(self._state_bytes - before, 0)
+            temporary = measured.rest_bytes - made
+            if measured.rest_tensor_bytes - made < self._foreseen_bytes:
+                # a later step does more, with a workspace that no meta tensor has shown
+                temporary = max(temporary, self._foreseen_bytes + measured.workspace_bytes)
             if temporary > found.temporary + _NEGLIGIBLE_BYTES:
                 new.append(RestGrew(temporary))
                 found = replace(found, temporary=temporary)

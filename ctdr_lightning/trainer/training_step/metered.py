@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from ctdr_lightning.basics.torch_private import OpMode, OpOverload
+from ctdr_lightning.memory.holders.optimizer_state_tensors import state_tensors
 from ctdr_lightning.memory.values.live_bytes import tell_trackers
 from ctdr_lightning.memory.values.op_seconds import op_flops
 from ctdr_lightning.trainer.training_step.batch_meter import BatchMeter
 from ctdr_lightning.trainer.training_step.device import tensors_of
 from ctdr_lightning.trainer.training_step.layers import Chain, Layer, Step
-from ctdr_lightning.trainer.training_step.optimizer.resident import optimizer_tensors, waiting_tensors
+from ctdr_lightning.trainer.training_step.optimizer.resident import waiting_tensors
 
 
 class OperationCounter(OpMode):
@@ -78,7 +79,7 @@ class Metered(Layer):
     def _start_meter(self, step: Step) -> None:
         module, optimizers = step.module, step.module.trainer.optimizers
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
-        passing = [*gradients, *step.copies, *optimizer_tensors(optimizers), *waiting_tensors(optimizers)]
+        passing = [*gradients, *step.copies, *state_tensors(optimizers), *waiting_tensors(optimizers)]
         if self._meter is None:
             standing = (*module.parameters(), *module.buffers(), *tensors_of(step.inputs))
             self._meter = BatchMeter(standing, passing)

@@ -14,8 +14,8 @@ from ctdr_lightning import CTDRCallback
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.units import MIB, parse_bytes
 from ctdr_lightning.memory.holders.optimizer_bytes import leaner, predict
+from ctdr_lightning.memory.holders.optimizer_state_tensors import state_tensors
 from ctdr_lightning.memory.values.live_bytes import PeakMeter
-from ctdr_lightning.trainer.training_step.optimizer.resident import optimizer_tensors
 from ctdr_recipes.measure import MemoryProfile, storage_bytes, training_tensors
 from tests import parts
 
@@ -130,7 +130,7 @@ def test_the_bytes_of_lbfgs_are_told_before_it_steps(line_search, max_iter, hist
     net(x).sum().backward()
     for _ in range(n_steps):
         with PeakMeter() as meter:
-            meter.live.track([*optimizer_tensors([optimizer]), *(p.grad for p in net.parameters())])
+            meter.live.track([*state_tensors([optimizer]), *(p.grad for p in net.parameters())])
 
             def closure():
                 gradients = storage_bytes([p.grad for p in net.parameters()])
@@ -144,7 +144,7 @@ def test_the_bytes_of_lbfgs_are_told_before_it_steps(line_search, max_iter, hist
 
             optimizer.step(closure)
     weights = storage_bytes(net.parameters())
-    assert storage_bytes(optimizer_tensors([optimizer])) <= told.state
+    assert storage_bytes(state_tensors([optimizer])) <= told.state
     assert told.state + told.standing - 5 * weights <= max(beside) <= told.state + told.standing
     assert max(rest) <= told.state + told.temporary
 

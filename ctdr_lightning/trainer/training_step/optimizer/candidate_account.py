@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ctdr_lightning.basics.torch_private import tree_leaves
 from ctdr_lightning.memory import Trace
 from ctdr_lightning.memory.account.batch import BatchAccount, with_room
-from ctdr_lightning.memory.holders.optimizer_bytes import predict_for
+from ctdr_lightning.memory.holders.optimizer_bytes import on_device_of, predict, predict_for
+from ctdr_lightning.memory.traces.optimizer import OptimizerBytes
+from ctdr_lightning.trainer.fake_trainer import optimizers_of
 from ctdr_lightning.trainer.modules import SMALL_ELEMENTS
 from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.strategies import bucket_bytes
@@ -35,13 +38,29 @@ def candidate_account(
     on_cpu = trainer.strategy.root_device.type == "cpu"
     copied_bytes = _copied_bytes(candidate, batch, on_cpu) if options.retry_on_oom else 0
     inside = options.optimizer_step is not None
-    taken = predict_for(optimizer, trained, inside=inside)
+    taken = _taken(trainer, optimizer, candidate, inside=inside) or predict_for(optimizer, trained, inside=inside)
     kept_bytes = sum(sizes) if options.keep_gradients else 0
     beside = trace.with_static(bucket_bytes(trainer.strategy, candidate))
     account = BatchAccount(beside, taken, kept_bytes=kept_bytes, copied_bytes=copied_bytes)
     if inside:
         return account.stepping_inside(sizes, taken)
     return account.adding(sizes) if trainer.accumulate_grad_batches > 1 else account
+
+
+def _taken(trainer: Any, optimizer: Optimizer | None, candidate: nn.Module, *, inside: bool) -> OptimizerBytes | None:
+    """Bytes of the optimizer that the candidate itself configures, where its parameters are in several groups.
+
+    Which of them get low-rank state, say, the module alone knows. None where one group says it all, or none is made.
+    """
+    if optimizer is None or len(optimizer.param_groups) == 1 or not isinstance(candidate, LightningModule):
+        return None
+    candidate.trainer = trainer  # copies of a LightningModule leave their trainer behind
+    made = next(iter(optimizers_of(candidate)), None)
+    if made is None or len(made.param_groups) != len(optimizer.param_groups):
+        return None
+    for group, own in zip(made.param_groups, optimizer.param_groups, strict=True):
+        group.update(on_device_of(own))
+    return predict([made], inside=inside)
 
 
 def _copied_bytes(candidate: nn.Module, batch: Any, on_cpu: bool) -> int:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ctdr_lightning.basics.errors import ConfigError
-from ctdr_lightning.memory.holders.optimizer_state import updates_one_by_one
+from ctdr_lightning.memory.holders.optimizer_state import name_of, updates_one_by_one
 from ctdr_lightning.memory.tape.module_paths import is_fsdp_unit
 from ctdr_lightning.trainer.modules import has_compiled_step, overrides
 from ctdr_lightning.trainer.strategies import is_on_one_device, is_sharded
@@ -232,7 +232,7 @@ def _optimizer_hindrance(trainer: Any) -> str:
     optimizer = trainer.optimizers[0]
     if updates_one_by_one(optimizer):
         return ""
-    return f"{type(optimizer).__name__} is not known to update its parameters one by one"
+    return f"{name_of(optimizer)} is not known to update its parameters one by one"
 
 
 def _shard_hindrance(trainer: Any, module: LightningModule) -> str:

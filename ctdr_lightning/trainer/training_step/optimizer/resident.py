@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ctdr_lightning.basics.torch_private import tree_leaves
 from ctdr_lightning.memory.holders.optimizer_state import state_away_of
+from ctdr_lightning.memory.holders.optimizer_state_tensors import state_tensors
 from ctdr_lightning.memory.values.tensors import own_part, storage_bytes
 
 
@@ -46,15 +46,6 @@ def kept_in(optimizer: torch.optim.Optimizer, *, other_than: str) -> str:
     return next((found for found in types if found != other_than), "")
 
 
-def optimizer_tensors(optimizers: list[torch.optim.Optimizer]) -> Iterator[Tensor]:
-    """The state that optimizers keep, in lists too: LBFGS has its history there."""
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            for value in state.values():
-                found = tree_leaves(value) if isinstance(value, list | tuple | dict) else (value,)
-                yield from (leaf for leaf in found if isinstance(leaf, Tensor))
-
-
 def waiting_tensors(optimizers: list[torch.optim.Optimizer]) -> Iterator[Tensor]:
     """Tensors that represent state which waits on the device in fewer bytes; each step makes them anew."""
     for away in filter(None, map(state_away_of, optimizers)):
@@ -63,4 +54,4 @@ def waiting_tensors(optimizers: list[torch.optim.Optimizer]) -> Iterator[Tensor]
 
 def state_bytes(optimizers: list[torch.optim.Optimizer]) -> int:
     """Bytes of the optimizers' state on the device, including compressed state."""
-    return local_bytes((*optimizer_tensors(optimizers), *waiting_tensors(optimizers)))
+    return local_bytes((*state_tensors(optimizers), *waiting_tensors(optimizers)))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ctdr_lightning.basics.torch_private import foreach_copy_
+from ctdr_lightning.memory.holders.optimizer_state import updates_one_by_one
 from ctdr_lightning.memory.values.tensors import own_part
 from ctdr_lightning.trainer.training_step.retry.reachable import NOTHING_INSIDE, Reachable, Trail, reachable
 
@@ -29,8 +30,9 @@ T = TypeVar("T")
 class Standing:
     """Objects that can be reached from the module and the optimizers, as of the last step.
 
-    Only modules, their parameters and buffers, the optimizers' state and its containers, and negligible tensors without
-    a graph are kept alive: if a walk finds other tensors, it is repeated before each step.
+    Only modules, their parameters and buffers, the state of torch's optimizers and its containers, and negligible
+    tensors without a graph are kept alive: if a walk finds other tensors, it is repeated before each step. An optimizer
+    of somebody else's may put new tensors in the place of its state, as GaLore does; the old ones are to be freed then.
     """
 
     def __init__(self) -> None:
@@ -67,7 +69,8 @@ class Standing:
         if self._found is not None and _same(given, self._roots) and self._compare():
             return self._found
         self._found, self._roots, self._made = reachable(roots), given, {}
-        self._own = all(_stays(trail, tensor) for trail, tensor in self._found.tensors)
+        kept = all(updates_one_by_one(thing) for thing in given if isinstance(thing, torch.optim.Optimizer))
+        self._own = kept and all(_stays(trail, tensor) for trail, tensor in self._found.tensors)
         self._changing = []
         self._note()
         return self._found
