@@ -1,13 +1,12 @@
 """Low-rank training from scratch: cut untrained, cut when the spectra have settled, or not at all, at equal epochs.
 
 Four networks are trained from their initialisation under a one-cycle schedule: the convolutions C, the MLP-Mixer X and
-the LSTM L of `trained_nets`, on digits, and a character GPT of two blocks, G. A row a network and way, each over the
-seeds.
-Seconds are those of the training thread: of all steps, and of the whole fit with cuts, choices of ranks and BatchNorm
-re-estimation, without validation. The last way is a dense run of as many whole epochs, with a schedule of that length,
-as fit into the time that the steps of the run with ``cut_epochs="auto"`` and the same seed took.
+the residual net R of `trained_nets`, on digits, and a character GPT of two blocks, G. A row a network and way, each
+over the seeds. Seconds are those of the training thread: of all steps, and of the whole fit with cuts, choices of ranks
+and BatchNorm re-estimation, without validation. The last way is a dense run of as many whole epochs, with a schedule of
+that length, as fit into the time that the steps of the run with ``cut_epochs="auto"`` and the same seed took.
 
-The constants of the criterion were chosen by the scores of G, and the ranks of X and C; L judges them.
+The constants of the criterion were chosen by the scores of G, and the ranks of X and C; R judges them.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Setting(NamedTuple):
     batches: int = 0
 
 
-SETTINGS = {"C": Setting(10), "X": Setting(20), "G": Setting(10, 40), "L": Setting(20)}
+SETTINGS = {"C": Setting(10), "X": Setting(20), "G": Setting(10, 40), "R": Setting(10)}
 AUTO, SHORTER = 'cut_epochs="auto"', "dense, fewer epochs"
 WAYS = ("dense", "cut at 0", "cut at half", AUTO, SHORTER)
 
@@ -181,7 +180,7 @@ def _cross_entropy(net: Net) -> float:
     return sum(losses) / sum(weights)
 
 
-def figures(nets: Sequence[str] = ("C", "X", "G", "L"), *, seeds: int = 5, ways: Sequence[str] = WAYS) -> Iterator[Row]:
+def figures(nets: Sequence[str] = ("C", "X", "G", "R"), *, seeds: int = 5, ways: Sequence[str] = WAYS) -> Iterator[Row]:
     """Every way of each network, over its seeds.
 
     Args:
