@@ -88,7 +88,7 @@ class BatchPlanner:
     def __call__(self, trace: Trace) -> Plan | None:
         """The plan of a step: one for all processes that have this step, judged by the times of this one.
 
-        None where no such step is to come: modules are to run in tiles, or batches in smaller parts.
+        None for a part of a batch that has no plan, where the next batch is to run in smaller ones.
 
         Results do not depend on plans, so that processes with other plans train alike.
 
@@ -109,13 +109,15 @@ class BatchPlanner:
                 made = self._best(tightest)
                 made = made if tightest is account else self._best(account)
         except InfeasibleBudgetError as error:
-            if FORESEEN not in trace.meta and (self._look_for_tiles() or self._grows_smaller(account)):
+            if FORESEEN not in trace.meta and self._look_for_tiles():
+                return plan(account.standing, policy="keep")  # of a kind of step that does not come again
+            if FORESEEN not in trace.meta and self._grows_smaller(account):
                 return None
             # another policy than the default one has its own hint: the default one
             tried = self._ends_the_run and limit is not None and self._options.policy == "auto"
             self._refuse(self._adviser(tightest).advised(error) if tried else error, trace)
             step = Prepared(account.standing)
-            made = self.shared(step, "least", partial(_smallest, step, error.least_peak_bytes))
+            made = self.shared(step, "least", lambda: plan(step, Budget(seconds=math.inf)))  # at any time
         self.n_planned += 1
         return made
 
@@ -350,11 +352,3 @@ class BatchPlanner:
                 f"CTDR: {error.problem} Such steps run with the smallest plan found. This warning is shown once. "
                 'memory=Memory(over_budget="raise") ends the run instead.'
             )
-
-
-def _smallest(step: Prepared, least_bytes: int) -> Plan:
-    """The plan of the least peak that a search for a smaller one has seen, or of the least that a new search finds."""
-    try:
-        return plan(step, Budget(peak_bytes=least_bytes))
-    except InfeasibleBudgetError:  # another policy's, or of the batches that follow
-        return plan(step, Budget(seconds=math.inf))  # at any time
