@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ctdr_lightning.memory.values.live_bytes import PeakMeter
 from ctdr_lightning.trainer.training_step.optimizer.resident import local_bytes
-from ctdr_lightning.trainer.training_step.optimizer.step_meter import StepMeter
+from ctdr_lightning.trainer.training_step.optimizer.rest_meter import RestMeter
 
 
 class BatchMeter:
@@ -29,11 +29,12 @@ class BatchMeter:
     def __init__(self, standing: Iterable[Tensor], passing: Iterable[Tensor]) -> None:
         self.peak_bytes = self.rest_bytes = self.beside_bytes = 0
         self.rest_tensor_bytes = self.workspace_bytes = 0
+        standing = tuple(standing)
         self._standing_bytes = local_bytes(standing)
         self._step_bytes = self._level_bytes = 0
         self._in_backward = True
         self._meter = self._step = PeakMeter()
-        self._rest = StepMeter(self._step.live)
+        self._rest = RestMeter(self._step.live, watches=all(tensor.device.type == "cpu" for tensor in standing))
         self._meter.__enter__()
         self._meter.live.track(passing)  # others may count them as resident
 

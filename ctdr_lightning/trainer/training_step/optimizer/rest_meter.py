@@ -13,20 +13,23 @@ from ctdr_lightning.memory.recorder.workspace import WatchingClock
 from ctdr_lightning.memory.values.live_bytes import LiveBytes, PeakMeter
 
 
-class StepMeter(PeakMeter):
-    """Goes on with the count of a batch, and adds the workspace of each call.
+class RestMeter(PeakMeter):
+    """Goes on with the count of a batch, and on a processor adds the workspace of each call.
+
+    A GPU's allocator knows the peak of a batch by itself, and a profiler around each kernel's launch would cost time.
 
     Args:
         live: The count so far.
+        watches: Whether all tensors are on a processor.
 
     Attributes:
         peak_bytes: The largest count with the workspace of a call; `live` counts tensors alone.
         workspace_bytes: The largest workspace.
     """
 
-    def __init__(self, live: LiveBytes) -> None:
+    def __init__(self, live: LiveBytes, *, watches: bool) -> None:
         super().__init__()
-        self.live, self._clock = live, WatchingClock()
+        self.live, self._clock = live, WatchingClock() if watches else None
         self.peak_bytes = self.workspace_bytes = self._inside_bytes = 0
 
     @classmethod
@@ -36,6 +39,8 @@ class StepMeter(PeakMeter):
 
     def call(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call under watch."""
+        if self._clock is None:
+            return super().call(func, args, kwargs)
         out, _, self._inside_bytes = self._clock.run(func, args, kwargs)
         return out
 
