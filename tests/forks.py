@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -47,6 +48,7 @@ def _work(target, args, rank, ranks, port):
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), NODE_RANK="0"
         )
     torch.set_num_threads(1)
+    faulthandler.enable(file=2)  # the test's captured text shows where a signal came, not the terminal alone
     try:
         target(*args)
     except BaseException:

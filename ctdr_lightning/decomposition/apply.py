@@ -20,7 +20,7 @@ from ctdr_lightning.decomposition.choose.observe import with_given_shapes, with_
 from ctdr_lightning.decomposition.choose.rank import RankLike
 from ctdr_lightning.decomposition.choose.request import MethodLike, Request
 from ctdr_lightning.decomposition.choose.select import Layer, find_layers
-from ctdr_lightning.decomposition.choose.uncovered import staying_weights
+from ctdr_lightning.decomposition.choose.uncovered import staying_weights, without_crumbs
 from ctdr_lightning.decomposition.layers.attention import opened
 from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer
 from ctdr_lightning.decomposition.report import Report, layer_report, n_parameters, warn_of_losses
@@ -59,7 +59,8 @@ def decompose(
             each layer's own share.
         method: Method name, several to choose from, a mapping from pattern to these, or ``"auto"``: the least error at
             equal parameters among Tucker, spatial and plain SVD.
-        select: Patterns of the layers to take; ``!`` leaves out. None takes all.
+        select: Patterns of the layers to take; ``!`` leaves out. None takes all; a share of layers that together hold
+            under 5 % of the model's parameters is then not taken.
         choices: An earlier report's ``choices``, or their ``to_dict()``: applied as they are, no weight is looked at
             to decide; ``rank``, ``method`` and ``select`` are not read.
         allocate: The resource that a float ``rank`` is a share of: ``"loss"`` (parameters, distributed by ``data``),
@@ -103,6 +104,8 @@ def decompose(
     costs = CostModel(optimizer, recompute, measure, gates=shaped)
     with opened(model), one_bar(progress):
         layers = find_layers(model, None if choices is not None else select)
+        if choices is None and select is None and isinstance(rank, float):
+            layers = without_crumbs(model, layers)
         if example_input is not None:
             layers = with_shapes(model, layers, example_input)
         elif input_shapes is not None:

@@ -44,6 +44,8 @@ from ctdr_lightning.joint import pricing, search
 pricing.RealStep.seconds, search.PREDICTION_ERROR = lambda _: 1.0, 1e9
 """
 VERDICT = r"Budget of ([\d.]+) MiB kept", r"([\d.]+) MiB\s+of\s+tensors\s+measured\.\nBudget"
+# By the seconds of the recorded ops one plan of the same peak needs these bytes, another does not.
+FREED = re.compile(r"CTDR: The gradients of the last step \([^)]*\) are freed before[^;]*;\s\S+\s+keeps\s+them\.\n")
 EXACT = re.compile(r"[Bb]udget (?:of )?[\d.]+ \w+|Parameters: [\d,]+")
 
 
@@ -95,10 +97,12 @@ def test_an_example_prints_the_text_of_the_page(name, tmp_path):
     assert measured <= MOST_OVER.get(name, 1.0) * budget
     if name in MOST_OVER:
         found = re.sub(r"kept: no, by [\d.]+ \w+\.", "kept: yes.", found)
+    found, shown = FREED.sub("", found), FREED.sub("", shown)
     assert "kept: yes" in found
     assert words(found) == words(shown)
     assert EXACT.findall(found) == EXACT.findall(shown)
-    assert mebibytes(found) == pytest.approx(mebibytes(shown), rel=0.1)  # kernels' workspaces are the processor's
+    # Kernels' workspaces are the processor's: the U-Net's step takes 19.3 MiB on an Intel Xeon and 21.6 on an AMD EPYC.
+    assert mebibytes(found) == pytest.approx(mebibytes(shown), rel=0.15)
 
 
 @pytest.mark.parametrize("name", NAMES)
