@@ -35,11 +35,12 @@ class InfeasibleBudgetError(CTDRError, RuntimeError):
         problem: The fault, with the budget.
         hint: The nearest remedy.
         least_peak_bytes: Smallest peak that any plan found reaches.
+        means: An exact means of the caller's that keeps the budget all the same; empty for none.
     """
 
-    def __init__(self, problem: str, hint: str = "", *, least_peak_bytes: int = 0) -> None:
+    def __init__(self, problem: str, hint: str = "", *, least_peak_bytes: int = 0, means: str = "") -> None:
         super().__init__(problem, hint)
-        self.least_peak_bytes = least_peak_bytes
+        self.least_peak_bytes, self.means = least_peak_bytes, means
 
     def but_first(self, remedy: str) -> InfeasibleBudgetError:
         """The same error with a nearer remedy before its own; the same where there is none.

@@ -103,9 +103,7 @@ def decompose(
     shaped = example_input is not None or input_shapes is not None
     costs = CostModel(optimizer, recompute, measure, gates=shaped)
     with opened(model), one_bar(progress):
-        layers = find_layers(model, None if choices is not None else select)
-        if choices is None and select is None and isinstance(rank, float):
-            layers = without_crumbs(model, layers)
+        layers = _taken(model, rank, select) if choices is None else find_layers(model)
         if example_input is not None:
             layers = with_shapes(model, layers, example_input)
         elif input_shapes is not None:
@@ -129,6 +127,12 @@ def decompose(
     report = Report(tuple(rows), n_before, n_parameters(model), trial.divergence, asked, staying)
     warn_of_losses(report, _last_of(model, layers))
     return report
+
+
+def _taken(model: nn.Module, rank: object, select: str | Sequence[str] | None) -> list[Layer]:
+    """The layers that a rank is meant for."""
+    layers = find_layers(model, select)
+    return without_crumbs(model, layers) if select is None and isinstance(rank, float) else layers
 
 
 def _last_of(model: nn.Module, layers: Sequence[Layer]) -> Layer | None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from time import perf_counter
 from typing import Any
@@ -39,6 +39,7 @@ from ctdr_lightning.memory.lean.choice import LeanChoice
 from ctdr_lightning.memory.lean.lean_step import LeanStep
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.simulator.actions import Recompute
+from ctdr_lightning.memory.traces.trace import Trace
 
 # Without a budget the ranks may cost so much. On ten networks a KL below it cost at most 0.3 points of accuracy, or
 # 0.01 nats of a language model's loss, before any training; one of 0.005 cost up to 0.7 points.
@@ -69,7 +70,7 @@ def fit_to_budget(
     beside_bytes: int | Callable[[nn.Module], int] = 0,
     account: Account | None = None,
     given: BudgetFit | None = None,
-    spare: Callable[[Callable[[Any, Any], Tensor], int], bool] = lambda step, budget_bytes: False,
+    spare: Callable[[Callable[[Any, Any], Tensor], Trace, int, float], str] = lambda step, dense, budget, slowdown: "",
     progress: bool = True,
 ) -> BudgetFit:
     """Choose ranks and memory plan together, and factorize the model in place.
@@ -108,8 +109,9 @@ def fit_to_budget(
         account: In the place of ``optimizer`` and ``beside_bytes``: from a candidate's recorded step and the candidate
             to the account of a batch.
         given: An earlier answer, perhaps edited: its choices are priced, planned and timed anew, nothing else is tried.
-        spare: From the step that is priced and the budget to whether an exact means of the caller's, such as smaller
-            batches, keeps that. Asked where the dense model does not fit, before a cut that loses something.
+        spare: From the step that is priced, its trace, the budget and a limit of time in dense steps to an exact means
+            of the caller's that keeps both, such as smaller batches; empty for none. Asked where the dense model does
+            not, before layers are cut.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -117,7 +119,7 @@ def fit_to_budget(
 
     Raises:
         ConfigError: If an argument cannot be used.
-        InfeasibleBudgetError: If nothing fits, with the least peak and the KL at it; or if ``spare`` is true.
+        InfeasibleBudgetError: If nothing fits, with the least peak and the KL at it; or if ``spare`` names a means.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
@@ -147,7 +149,7 @@ def fit_to_budget(
             allowance = _allowance(max_loss, limits, bench, judge)
             harmless = AllowedLoss(partial(_usual_loss, bench), bench.refined) if max_loss is None else allowance
             negligible = partial(_negligible_loss, bench)
-            asks = partial(spare, pricer.step, limits.peak_bytes or 0)
+            asks = cache(partial(spare, pricer.step, pricer.dense, limits.peak_bytes or 0))
             search = JointSearch(bench, forward, pricer, limits, allowance, harmless, negligible, asks, bar.__next__)
             found = _refined(bench, search, search.run() if given is None else search.given(given.choices, given.start))
         report = _report(bench, found, search.considered[DENSE.share, DENSE.resource].parameters)

@@ -1,18 +1,15 @@
 """The walk over candidates: shares of two resources, each with its plan, by rising loss to the first that fits.
 
-No paper; no published system chooses ranks and recomputation together. Each candidate is priced without being run.
-Along a ladder of shares the loss rises, so each ladder is walked down to its first candidate that fits; of the ladders'
-candidates the one of least measured KL is timed against the dense step in turns, and where it is too slow its ladder is
-walked on. One that loses nothing is timed before another ladder is begun. If the time is only wished for, the walk is
-repeated: for a harmless loss within the wish, then within a quarter more, then for the dense model however long it
-takes, or else any loss. Without a budget each ladder's smallest share whose loss may be allowed is found by halving;
-from there on candidates are planned as long as their peaks fall, and the one of least peak is timed first. The allowed
-loss applies to refined factors (`allowance`); only a candidate that would be the answer is refined.
-Shares whose memory cannot fit, as far as larger ones foretell it, are passed over; where a bound says that no plan is
-fast enough, none is made before the time gives way.
-
-Complexity: a fake recording and at most one plan a candidate, factorizations and KLs of those that fit; without a
-budget about four factorizations and three plans a ladder.
+No published system chooses ranks and recomputation together. Each candidate is priced without being run. Along a ladder
+of shares the loss rises: each is walked down to its first candidate that fits. Of these the one of least measured KL is
+timed against the dense step in turns; where it is too slow its ladder is walked on. If the time is only wished for, the
+walk is repeated: for a harmless loss within the wish, then within a quarter more, then for the dense model at any time,
+or else any loss. Without a budget each ladder's smallest share whose loss may be allowed is found by halving; from
+there on candidates are planned as long as their peaks fall, and the one of least peak is timed first. The allowed loss
+applies to refined factors (`allowance`); only a candidate that would be the answer is refined. Shares whose memory
+cannot fit, as far as larger ones foretell it, are passed over; where a bound says that no plan is fast enough, none is
+made before the time gives way. Complexity: a fake recording and at most one plan a candidate, factorizations and KLs of
+those that fit; without a budget about four factorizations and three plans a ladder.
 """
 
 from __future__ import annotations
@@ -65,7 +62,7 @@ class JointSearch:
         allowance: The allowed loss of its ranks.
         harmless: Their allowed loss where the dense model fits by a plan that takes longer than wished.
         negligible: A divergence, in nats, below which candidates lose alike; asked for with the first one.
-        spare: Asked before a cut of any loss: whether an exact means of the caller's keeps the budget.
+        spare: From a limit of time, in dense steps, to an exact means that keeps the budget in it; empty for none.
         note: Called with each candidate.
 
     Attributes:
@@ -82,7 +79,7 @@ class JointSearch:
         allowance: Allowance,
         harmless: Allowance,
         negligible: Callable[[], float] = lambda: 0.0,
-        spare: Callable[[], bool] = lambda: False,
+        spare: Callable[[float], str] = lambda slowdown: "",
         note: Callable[[], object] = lambda: None,
     ) -> None:
         self._bench, self._model, self._forward = bench, bench.model, forward
@@ -91,8 +88,7 @@ class JointSearch:
         self._dense = RealStep(self._model, partial(forward, self._model))
         self._limits, self._allowance, self._harmless = limits, allowance, harmless
         self._shortfall = Shortfall(pricer)
-        self._seen: list[object] = []
-        self._looked: list[PricedChoice] = []
+        self._seen, self._looked = list[object](), list[PricedChoice]()
         self.considered: dict[tuple[float, str], Considered] = {}
         self.dense_step: Trace | None = None
 
@@ -100,7 +96,7 @@ class JointSearch:
         """The answer.
 
         Raises:
-            InfeasibleBudgetError: If nothing keeps to the limits, with the least peak; or if cuts alone do and `spare`.
+            InfeasibleBudgetError: If nothing keeps to the limits, with the least peak; or if `spare` names a means.
         """
         for slowdown, allowance in self._passes():
             found = self._first(slowdown, allowance)
@@ -118,11 +114,15 @@ class JointSearch:
         yield wish * PATIENT, harmless
         dense = self.look(DENSE)
         if dense.plan is None:
-            if self._spare():
-                raise self._shortfall.spared(self._limits, dense)
+            self._ask(dense, math.inf)
             if any_loss is not harmless:
                 yield wish * PATIENT, any_loss
         yield math.inf, any_loss
+
+    def _ask(self, dense: PricedChoice, slowdown: float) -> None:
+        """End the search where an exact means of the caller's keeps the budget in so many dense steps."""
+        if means := self._spare(slowdown):
+            raise self._shortfall.spared(self._limits, dense, means, cuts=math.isinf(slowdown))
 
     def _first(self, slowdown: float, allowance: Allowance) -> PricedChoice | None:
         """The first candidate within a time and an allowed loss, with the reason; None if there is none."""
@@ -305,6 +305,8 @@ class JointSearch:
         fits = f"fits{within(self._limits)}"
         if dense.may_be:
             yield dense, f"the dense model {fits}"
+        if self._limits.wished:
+            self._ask(dense, self._limits.slowdown)
         heads: list[tuple[PricedChoice, Iterator[PricedChoice]]] = []
         for ladder in map(self._ladder, RESOURCES):
             while (head := next(ladder, None)) is not None and self._loses_nothing(head):
@@ -349,27 +351,26 @@ class JointSearch:
             try:
                 return self._clocked(found, model)
             except (torch.OutOfMemoryError, ReplayError):
-                # The plan's bytes fit, but not in the allocator's pieces, or a GPU short of memory took a kernel with
-                # other bits. Training plans such a step again.
-                return found
+                return found  # it fits, but not in the allocator's pieces, or bits differed: training plans again
 
     def _clocked(self, found: PricedChoice, model: nn.Module) -> PricedChoice:
-        forward = partial(self._forward, model)
+        forward, pricer = partial(self._forward, model), self._pricer
         watched = RealStep(model, forward, found.plan).watched()
         if watched.diverged:  # another step than the one on fake tensors: plan the real one
-            found = self._in_time(self._planned(replace(found, trace=self._pricer.really(model))))
+            found = self._in_time(self._planned(replace(found, trace=pricer.really(model))))
             if not found.may_be:
                 return found
             watched = RealStep(model, forward, found.plan).watched()
         found = replace(found, measured_peak_bytes=watched.peak_bytes + found.trace.resident_bytes)
-        if not self._pricer.dense_runs:
+        if not pricer.dense_runs:
             return found
-        if found.trial is None and found.plan is not None and found.plan.keeps_all:  # it is the dense step
+        dense = found.plan if found.trial is None else None
+        if dense is not None and dense.keeps_all:  # it is the dense step
             return found.told(measured_slowdown=1.0)
-        step, is_long = RealStep(model, forward, found.plan), self._pricer.is_long
-        ratio = watched.seconds / self._pricer.dense_s if is_long else in_turns(self._dense, step).ratio
-        if found.trial is None and found.plan is not None:
-            self._pricer.learn_from(found.plan, ratio)
+        step = RealStep(model, forward, found.plan)
+        ratio = watched.seconds / pricer.dense_s if pricer.is_long else in_turns(self._dense, step).ratio
+        if dense is not None:
+            pricer.learn_from(dense, ratio)
         found = found.told(measured_slowdown=ratio)
         if ratio > self._limits.slowdown * CLOCK_ERROR:
             return found.told(outcome=f"too slow: {ratio:.2f} dense steps by the clock")

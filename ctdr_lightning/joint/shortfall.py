@@ -60,19 +60,23 @@ class Shortfall:
             least_peak_bytes=least.peak_bytes,
         )
 
-    def spared(self, limits: Limits, dense: PricedChoice) -> InfeasibleBudgetError:
-        """The error where the caller has an exact means, and a cut would lose something.
+    def spared(self, limits: Limits, dense: PricedChoice, means: str, *, cuts: bool) -> InfeasibleBudgetError:
+        """The error where the caller has an exact means, and the search none so far.
 
         Args:
-            limits: To which the dense model and cuts that lose next to nothing do not keep.
-            dense: The dense model, which no plan fits.
+            limits: To which the dense model does not keep.
+            dense: The dense model.
+            means: The caller's.
+            cuts: Whether cuts that lose next to nothing were tried.
         """
         assert limits.peak_bytes is not None
         budget, least = format_bytes(limits.peak_bytes), format_bytes(dense.row.peak_bytes)
+        tried = "No cut that loses next to nothing fits" if cuts else "No recomputation alone fits"
         return InfeasibleBudgetError(
-            f"No cut that loses next to nothing fits {budget}, nor does the dense model: its least peak is {least}.",
+            f"{tried} {budget}{within(limits)}; the dense model's least peak is {least}.",
             f'Raise memory_budget to {format_roomy(dense.row.peak_bytes)}, or allow any cut with rank="auto".',
             least_peak_bytes=dense.row.peak_bytes,
+            means=means,
         )
 
     @doing("plan")

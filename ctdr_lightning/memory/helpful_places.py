@@ -10,6 +10,7 @@ from ctdr_lightning.memory.account.batch import BatchAccount
 from ctdr_lightning.memory.bounds.lower_bound import held_by_the_program
 from ctdr_lightning.memory.holders.places import Places
 from ctdr_lightning.memory.planner import plan
+from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.policies import POLICIES
 from ctdr_lightning.memory.simulator.actions import Compress, Offload
 
@@ -32,8 +33,6 @@ def place_that_fits(
     Returns:
         None where neither helps, or the policy does not use it.
     """
-    if max(held_by_the_program(account.standing), account.rest_bytes) > limit_bytes:
-        return None
     asked = given.codecs and not given.by_default
     codecs, place = Places.read(None, None, "exact").codecs, "host" if account.step.device == "cuda" else "disk"
     more = {
@@ -42,10 +41,29 @@ def place_that_fits(
     }
     for (argument, value), (kind, places, already) in more.items():
         if not already and kind in POLICIES[policy].uses:
-            try:
-                equipped = replace(account, step=places.equip(account.step, device_name))
-                made = plan(equipped.standing, int(_FILLED * limit_bytes), policy)
-            except CTDRError:  # no plan fits, or the place cannot be used
-                continue
-            return Change(MEMORY, argument, value, equipped, equipped.peak_bytes(made))
+            found = plan_with(places, account, limit_bytes, policy, device_name)
+            if found is not None:
+                equipped, made = found
+                return Change(MEMORY, argument, value, equipped, equipped.peak_bytes(made))
     return None
+
+
+def plan_with(
+    places: Places, account: BatchAccount, limit_bytes: int, policy: str = "auto", device_name: str | None = None
+) -> tuple[BatchAccount, Plan] | None:
+    """The account of a batch with places or codecs, and a plan that fits with 3 % to spare; None where there is none.
+
+    Args:
+        places: The places and codecs.
+        account: The batch.
+        limit_bytes: Largest peak.
+        policy: Name of the policy that plans.
+        device_name: A device of the table; None measures this machine.
+    """
+    if max(held_by_the_program(account.standing), account.rest_bytes) > limit_bytes:
+        return None
+    try:
+        equipped = replace(account, step=places.equip(account.step, device_name))
+        return equipped, plan(equipped.standing, int(_FILLED * limit_bytes), policy)
+    except CTDRError:  # no plan fits, or the place cannot be used
+        return None

@@ -39,7 +39,7 @@ from ctdr_lightning.trainer.training_step.optimizer.replaced import ReplacedPara
 from ctdr_lightning.trainer.training_step.optimizer.states import OptimizerStates
 from ctdr_lightning.trainer.training_step.pipeline import StepRunner
 from ctdr_lightning.trainer.training_step.retry.retry import is_out_of_memory
-from ctdr_lightning.trainer.training_step.sub_batches.foreseen import fits_in_parts, options_in_parts
+from ctdr_lightning.trainer.training_step.sub_batches.foreseen import exact_options, fits_in_parts, options_in_parts
 from ctdr_lightning.trainer.training_step.sub_batches.parts import can_be_cut
 from ctdr_lightning.trainer.training_step.sub_batches.sub_batches import SubBatches
 
@@ -95,10 +95,10 @@ class FitRun:
         self._served: tuple[ref[Trainer], ref[LightningModule]] | None = None
 
     @classmethod
-    def in_parts(
+    def by_exact_means(
         cls, options: CallbackOptions, trainer: Trainer, module: LightningModule, error: InfeasibleBudgetError
     ) -> FitRun:
-        """A run whose batches are cut, for a budget that no ranks and plan keep.
+        """A run with dense layers and one more exact means, for a budget that no ranks and plan keep.
 
         Args:
             options: The callback's arguments.
@@ -109,13 +109,13 @@ class FitRun:
         Raises:
             InfeasibleBudgetError: This error, where an argument, the module or the trainer speaks against it.
         """
-        cut = options_in_parts(options, trainer, module)
-        if cut is None:
+        exact = exact_options(options, trainer, module, error)
+        if exact is None:
             raise error
+        chosen, means = exact
         if options.verbose:
-            parts = "All layers stay dense, and batches run in parts: exact if their loss is a mean over samples"
-            rank_zero_info(wrapped(f"CTDR: {error.problem} {parts}."))
-        return cls(cut, error)
+            rank_zero_info(wrapped(f"CTDR: {error.problem} All layers stay dense, and {means}."))
+        return cls(chosen, error)
 
     @property
     def budget_fit(self) -> BudgetFit | None:

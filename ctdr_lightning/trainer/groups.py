@@ -73,7 +73,8 @@ class Memory:
 
     Args:
         offload: Places off the device for saved tensors: ``"host"``, ``"disk"``, or a list of these.
-        disk_folder: Folder of the disk's files; None takes the system's folder for temporary files.
+        disk_folder: Folder of the disk's files; None takes the system's folder for temporary files. Without
+            ``offload``, tensors wait there only if a ``memory_budget`` cannot be kept otherwise.
         codecs: Codecs that may compress saved tensors: ``"exact"`` allows all that leave every gradient unchanged, a
             list of names allows these, None allows no codec; ``"auto"`` allows exact ones under a ``memory_budget``
             with policy ``"auto"`` on a processor, if the budget can be met and they make steps faster than

@@ -19,6 +19,7 @@ from ctdr_lightning.recovery.schedule import Recovery, read_yaml
 from ctdr_lightning.trainer.groups import Memory, Ranks, grouped
 
 AUTO, IF_NEEDED = "auto", "if_needed"
+ELSEWHERE, IN_PARTS = "elsewhere", "in parts"  # exact means to keep a budget that no plan of a whole step keeps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +85,24 @@ class CallbackOptions(Ranks, Memory):
         spoken = self.asks_for_cuts or self.sub_batches is not None or self.max_slowdown is not None
         if spoken or not self.rounding:
             return None
-        return None if self.cuts_hindrance("auto") else replace(self, rank=None, sub_batches="auto")
+        folder = self.disk_folder if self.optimizer_state == "disk" else None
+        given = replace(self, rank=None, sub_batches="auto", disk_folder=folder)
+        return None if self.cuts_hindrance("auto") else given
+
+    def elsewhere(self, device: str) -> CallbackOptions | None:
+        """The same for dense layers and tensors that may wait in the host's memory, or in the given folder of a disk.
+
+        None where there is neither, or an argument speaks against it.
+
+        Args:
+            device: Type of the device that the steps run on.
+        """
+        places = ["host"] * (device == "cuda") + ["disk"] * (self.disk_folder is not None)
+        return replace(self, rank=None, offload=places) if places and self._may_move else None
+
+    @property
+    def _may_move(self) -> bool:
+        return self.fits_budget and not self.asks_for_cuts and self.max_slowdown is None
 
     def _check_work(self) -> None:
         """Refuse arguments that leave nothing to do: the defaults alone plan for no budget and cut no layer."""
@@ -121,9 +139,9 @@ class CallbackOptions(Ranks, Memory):
         Raises:
             ConfigError: If a name is not known.
         """
-        # a folder may be given for the optimizer's state alone; `Places` refuses one without saved tensors in it
-        for_state_alone = self.optimizer_state == "disk" and "disk" not in (self.offload or ())
-        folder = None if for_state_alone else self.disk_folder
+        # a folder may be given for the optimizer's state, or in case; `Places` refuses one without saved tensors in it
+        for_others = "disk" not in (self.offload or ()) and (self.optimizer_state == "disk" or self._may_move)
+        folder = None if for_others else self.disk_folder
         own = codecs_of(self.policy, budgeted=self.memory_budget is not None)
         codecs = own if self.codecs == "auto" else self.codecs
         return Places.read(self.offload, folder, codecs)

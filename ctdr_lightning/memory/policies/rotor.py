@@ -29,7 +29,7 @@ from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.policies.registry import POLICIES
 from ctdr_lightning.memory.search.best_candidate import choose
 from ctdr_lightning.memory.search.chain import Chain, find_chain
-from ctdr_lightning.memory.simulator.actions import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action, Actions
+from ctdr_lightning.memory.simulator.actions import KEEP, RECOMPUTE, RECOMPUTE_EACH, Action
 from ctdr_lightning.memory.simulator.prepared import Prepared
 from ctdr_lightning.memory.simulator.schedule import judge
 from ctdr_lightning.memory.simulator.timeline import Timeline
@@ -185,26 +185,27 @@ class RotorOptions:
 def rotor(step: Prepared, budget: Budget, options: RotorOptions) -> Timeline:
     """Find the fastest schedule of the net's chain of stages under the budget, and project it to actions of the tape.
 
-    Schedules for every number of slots are simulated, from the fastest on, until one fits.
+    Schedules are simulated from the fastest on until one fits, those passed over that by their slots are still too
+    heavy; where none fits, and without a budget, the lightest.
     """
     chain = find_chain(step.trace).coarser(options.most_stages)
     room = max(step.plain_peak_bytes - step.trace.resident_bytes, 1)
     table = solve(links_of(step, chain), 0, room / options.n_slots, options.n_slots)
     schedules = [(slots, table.schedule(slots)) for slots in distinct_slots(table.seconds[0, -1])]
-    candidates: list[Actions | Timeline] = [{}]
+    found: list[Timeline] = []
     light_enough = float(options.n_slots)
     for slots, steps in schedules if budget.peak_bytes is not None else ():
         if slots <= light_enough:
             tried = [judge(step, actions) for actions in projections(chain, steps)]
             excess = min(timeline.peak_bytes for timeline in tried) - (budget.peak_bytes or 0)
-            candidates = [*candidates, *tried] if excess > 0 else [{}, *tried]
             if excess <= 0:
+                found = tried
                 break
             light_enough = min(light_enough, slots - excess / room * options.n_slots / 2)
-    if budget.peak_bytes is None:
-        simulated = schedules if budget.seconds is not None else schedules[-N_LIGHTEST:]
-        candidates += [actions for _, steps in simulated for actions in projections(chain, steps)]
-    return choose(step, candidates, budget, "rotor", chain.note)
+    simulated = [] if found else schedules if budget.seconds is not None else schedules[-N_LIGHTEST:]
+    # The lightest are the same for every budget: an error names a peak that is found again.
+    lightest = [actions for _, steps in simulated for actions in projections(chain, steps)]
+    return choose(step, [{}, *found, *lightest], budget, "rotor", chain.note)
 
 
 def links_of(step: Prepared, chain: Chain) -> list[ChainLink]:

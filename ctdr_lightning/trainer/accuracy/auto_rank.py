@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import Parameter, signature
@@ -19,10 +20,12 @@ from ctdr_lightning.joint.metric import MetricLike, alone, is_torchmetric, name_
 from ctdr_lightning.joint.pricing import Account
 from ctdr_lightning.memory import Trace, record_fake
 from ctdr_lightning.memory.account.batch import BatchAccount
+from ctdr_lightning.memory.helpful_places import plan_with
+from ctdr_lightning.memory.simulator.actions import Offload
 from ctdr_lightning.trainer.accuracy.kept_choice import KeptChoice, question_of
 from ctdr_lightning.trainer.accuracy.training_data import TrainingData
 from ctdr_lightning.trainer.fake_trainer import optimizers_of
-from ctdr_lightning.trainer.options import CallbackOptions
+from ctdr_lightning.trainer.options import ELSEWHERE, IN_PARTS, CallbackOptions
 from ctdr_lightning.trainer.randomness import isolated
 
 AccountOf = Callable[[Optimizer | None, Any, Trace, nn.Module], BatchAccount]
@@ -56,6 +59,7 @@ class AutoRank(TrainingData):
         super().__init__(trainer)
         self._asked, self._account, self._may_cut, self._fits = options, account, may_cut, fits_in_parts
         self.fit: BudgetFit | None = None
+        self._slowdown_elsewhere: float | None = None
 
     def decompose(self, module: LightningModule, options: Mapping[str, Any], change: bool) -> Report:
         """Choose, and decompose a module in place where ``change``.
@@ -92,10 +96,41 @@ class AutoRank(TrainingData):
             max_slowdown=asked.max_slowdown, max_loss=asked.max_loss, method=asked.method, select=asked.select,
             metric=self._metric(double), progress=asked.verbose, prefer_dense=asked.prefers_dense,
             rounding=asked.rounding, tiles=asked.prefers_dense and not in_parts, account=account,
-            spare=partial(self._fits_in_parts, double, batches[0], account) if in_parts else _never,
+            spare=partial(self._exact_means, double, batches[0], account, in_parts),
         )  # fmt: skip
         self.fit = kept.answer(lambda given: ask(given=given))
         return self.fit.report
+
+    def _exact_means(
+        self,
+        double: LightningModule,
+        numbered: tuple[int, Any],
+        account: Account,
+        may_cut: bool,
+        step: PricedStep,
+        dense: Trace,
+        budget_bytes: int,
+        slowdown: float,
+    ) -> str:
+        """Tensors that wait elsewhere where the time allows it; at any time parts, and else these tensors again."""
+        if self._slowdown_elsewhere is None:
+            self._slowdown_elsewhere = self._elsewhere(account(dense, double), budget_bytes)
+        if self._slowdown_elsewhere <= slowdown < math.inf:
+            return ELSEWHERE
+        if slowdown < math.inf:
+            return ""
+        if may_cut and self._fits_in_parts(double, numbered, account, step, budget_bytes):
+            return IN_PARTS
+        return ELSEWHERE if self._slowdown_elsewhere < math.inf else ""
+
+    def _elsewhere(self, account: BatchAccount, budget_bytes: int) -> float:
+        """Time of the dense step whose tensors wait off the device, in plain ones; infinite where no such plan fits."""
+        device = account.step.device
+        moved = self._asked.elsewhere(device)
+        found = plan_with(moved.places().on(device), account, budget_bytes) if moved is not None else None
+        # a plan that moves nothing is as the one that was refused
+        moves = found is not None and any(isinstance(action, Offload) for action in found[1].away.values())
+        return found[1].slowdown if found is not None and moves else math.inf
 
     def _fits_in_parts(
         self, double: LightningModule, numbered: tuple[int, Any], account: Account, step: PricedStep, budget_bytes: int
@@ -114,10 +149,6 @@ class AutoRank(TrainingData):
             return metric
         alone(double)  # a function may use the module's own metrics
         return _on_module(self._trainer, metric)
-
-
-def _never(step: PricedStep, budget_bytes: int) -> bool:
-    return False
 
 
 def _loss(trainer: Any, step: Callable[[Any, Any], Any], module: LightningModule, batch: Any) -> Tensor:

@@ -56,7 +56,9 @@ def each(z, y):
 
 
 def soft(z, y):
-    return F.cross_entropy(z.view(-1, CLASSES), F.one_hot(y.flatten(), CLASSES).float().softmax(1), label_smoothing=0.2)
+    return F.cross_entropy(
+        z.view(-1, CLASSES), F.one_hot(y.flatten(), CLASSES).to(z.dtype).softmax(1), label_smoothing=0.2
+    )
 
 
 def masked(z, y):
@@ -182,6 +184,8 @@ def test_losses_and_gradients_are_those_of_the_real_output(loss_of, options):
     wanted = gradients(model, loss_of, tokens, names=())
     found = gradients(model, loss_of, tokens)
     assert type(model(tokens)) is torch.Tensor
+    if loss_of is soft:  # torch's own gradients are rounded by up to 6e-6 on an AMD EPYC, those of chunks by 8e-7
+        wanted = gradients(model.double(), loss_of, tokens, names=())
     agree([found[0], *found[1]], [wanted[0], *wanted[1]])
     if loss_of in CHUNKED:
         assert found[2].chunks >= 1

@@ -21,7 +21,10 @@ from ctdr_lightning.decomposition import FactorizedLayer
 from ctdr_lightning.decomposition.trials.bench import Bench
 from ctdr_lightning.joint import for_budget, pricing, search
 from ctdr_lightning.joint.turns import Turns
+from ctdr_lightning.memory.holders.places import Places
 from ctdr_lightning.memory.plans.budget import Budget
+from ctdr_lightning.memory.traces.machine import Link
+from ctdr_lightning.trainer.accuracy.auto_rank import AutoRank
 from ctdr_lightning.trainer.groups import grouped
 from tests import parts
 from tests.trainer.true_peaks import Peaks
@@ -65,9 +68,9 @@ def module():
     return parts.blobs(width=32)
 
 
-def fit(chosen, made, **options):
+def fit(chosen, *callbacks, **options):
     torch.manual_seed(0)
-    return parts.fit(chosen, made, **{"max_epochs": 1, "limit_train_batches": 2, **options})
+    return parts.fit(chosen, *callbacks, **{"max_epochs": 1, "limit_train_batches": 2, **options})
 
 
 def n_factorized(chosen):
@@ -391,3 +394,62 @@ def test_the_opening_shows_the_options_and_how_to_choose_another(caplog):
     assert any(line.startswith(">  dense") for line in opening.splitlines())
     assert 'Others: rank="auto" looks for a harmless cut' in opening
     assert "whole model" not in opening  # no table of layers where none was cut
+
+
+def linked(monkeypatch, bytes_per_s):
+    """The disk has such a rate, as far as plans know."""
+    monkeypatch.setattr(Places, "links", lambda places: [Link("disk", bytes_per_s, bytes_per_s)] * len(places.offload))
+
+
+@pytest.mark.usefixtures("harmless")
+@pytest.mark.parametrize("over", ["raise", "auto"])
+def test_tensors_wait_in_the_given_folder_rather_than_with_a_slow_plan_or_a_cut(
+    bounds, plans_take, monkeypatch, tmp_path, caplog, over
+):
+    plans_take(3.0)
+    linked(monkeypatch, 1e15)
+    options = {"disk_folder": tmp_path, "over_budget": over, "verbose": True}
+    plain, chosen, made, peaks = module(), module(), callback(sum(bounds) // 2, **options), Peaks()
+    fit(plain, CTDRCallback(rank=None, policy="keep", verbose=False))
+    fit(chosen, made, peaks)
+    assert "tensors that do not fit wait off the device" in " ".join(caplog.text.split())
+    assert made.run.memory.session.plan.away
+    assert max(peaks.bytes[1:]) <= sum(bounds) // 2
+    assert parts.same(plain.state_dict(), chosen.state_dict())
+
+
+@pytest.mark.usefixtures("harmless")
+@pytest.mark.parametrize("folder", [True, False])
+def test_over_a_slow_link_or_without_a_folder_a_harmless_cut_is_taken(
+    bounds, plans_take, monkeypatch, tmp_path, folder
+):
+    plans_take(3.0)
+    linked(monkeypatch, 1e3)
+    chosen, made = module(), callback(sum(bounds) // 2, **({"disk_folder": tmp_path} if folder else {}))
+    fit(chosen, made)
+    assert n_factorized(chosen) == len(made.fit.choices.factorized) > 0
+
+
+@pytest.mark.parametrize("slowdown", [1.1, 9.0])
+def test_parts_come_before_tensors_that_wait_for_long(least, monkeypatch, tmp_path, slowdown):
+    monkeypatch.setattr(AutoRank, "_elsewhere", lambda *_: slowdown)
+    chosen, made = Sorter(), callback(sum(least) // 2, disk_folder=tmp_path)
+    sort(chosen, made)
+    assert n_factorized(chosen) == 0
+    assert made.run.memory.offloads is (slowdown < 2)
+
+
+def test_places_that_a_run_may_turn_to(tmp_path):
+    def places(device, **options):
+        found = callback(ROOM, **options).options.elsewhere(device)
+        return found and (found.rank, found.offload)
+
+    assert places("cuda") == (None, ["host"])
+    assert places("cuda", disk_folder=tmp_path) == (None, ["host", "disk"])
+    assert places("cpu", disk_folder=tmp_path) == (None, ["disk"])
+    assert places("cpu") is None
+    assert places("cuda", select="net.*") is None
+    assert places("cuda", max_slowdown=1.5) is None
+    assert places("cuda", rank="auto") is None
+    with pytest.raises(ConfigError, match="without offload"):
+        callback(ROOM, rank=None, disk_folder=tmp_path)

@@ -1,14 +1,16 @@
-"""Sub-batches foreseen, before training: whether a batch may run in parts, and whether these keep a budget."""
+"""Foreseen before training: whether batches may run in parts, whether these keep a budget, or what else does."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import LightningModule
 
+from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.memory.account.batch import BatchAccount
-from ctdr_lightning.trainer.options import CallbackOptions
+from ctdr_lightning.trainer.options import ELSEWHERE, CallbackOptions
 from ctdr_lightning.trainer.training_step.optimizer.resident import gradient_sizes
 from ctdr_lightning.trainer.training_step.sub_batches.checks import (
     batch_norm_of,
@@ -17,6 +19,29 @@ from ctdr_lightning.trainer.training_step.sub_batches.checks import (
     sub_batch_hindrance,
 )
 from ctdr_lightning.trainer.training_step.sub_batches.peaks import SubBatchPeaks
+
+_IN_PARTS = "batches run in parts: exact if their loss is a mean over samples"
+_ELSEWHERE = "tensors that do not fit wait off the device, which is exact"
+
+
+def exact_options(
+    options: CallbackOptions, trainer: Any, module: LightningModule, error: InfeasibleBudgetError
+) -> tuple[CallbackOptions, str] | None:
+    """The arguments for dense layers and one more exact means, and this in words; None where there is none.
+
+    Batches whose tensors may wait elsewhere run whole wherever they fit so.
+
+    Args:
+        options: The callback's.
+        trainer: About to train.
+        module: The model.
+        error: The refusal of the whole batch on its device.
+    """
+    moved = options.elsewhere(trainer.strategy.root_device.type) if error.means == ELSEWHERE else None
+    cut = options_in_parts(options, trainer, module)
+    if moved is not None:
+        return replace(moved, sub_batches="auto" if cut is not None else None), _ELSEWHERE
+    return (cut, _IN_PARTS) if cut is not None else None
 
 
 def options_in_parts(options: CallbackOptions, trainer: Any, module: LightningModule) -> CallbackOptions | None:
