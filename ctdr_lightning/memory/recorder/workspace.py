@@ -40,7 +40,7 @@ from ctdr_lightning.memory.recorder.gpu_workspace import MODELLED, chunked_loss_
 from ctdr_lightning.memory.recorder.on_cpu import LAYER_BACKWARD, RECURRENT, with_workspace
 from ctdr_lightning.memory.tape.clock import CpuClock, Timed
 from ctdr_lightning.memory.values.chunk_loop import CHUNKS, Round
-from ctdr_lightning.memory.values.op_traits import is_float, may_run_on_dummies, traits
+from ctdr_lightning.memory.values.op_traits import COLLECTIVE, is_float, may_run_on_dummies, traits
 from ctdr_lightning.memory.values.tensors import has_storage, tensors_in
 
 # Of the pointwise ops in torch's own database of ops, run on its samples under 2.13, these alone have buffers where all
@@ -73,6 +73,14 @@ _Call = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
 # Candidates of a choice share most of their calls, and all batch sizes their shortened ones. Of calls that did not run
 # nothing is noted: there may have been no memory for them.
 _MEASURED: dict[Hashable, int] = {}
+
+
+def exchanges(func: OpOverload) -> bool:
+    """Whether a call hands data to other processes, for which the backend has threads of its own.
+
+    Gloo's take up the state of the thread that calls: a watch would be written by them while it ends here.
+    """
+    return traits(func).pin == COLLECTIVE and func.namespace != "fsdp"  # FSDP2's own operators copy on this thread
 
 
 def needs_no_workspace(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -114,7 +122,7 @@ class WatchingClock(CpuClock):
 
     def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Timed:
         """Run a call, time it, and tell its workspace."""
-        if not self.watches or needs_no_workspace(func, args, kwargs):
+        if not self.watches or exchanges(func) or needs_no_workspace(func, args, kwargs):
             return super().run(func, args, kwargs)
         sizes: list[int] = []
         with _garbage_kept():

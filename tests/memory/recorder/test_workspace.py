@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from ctdr_lightning.basics.devices import DeviceModel
-from ctdr_lightning.basics.torch_private import profiler_events, tree_leaves
+from ctdr_lightning.basics.torch_private import profiler_events, start_watching, tree_leaves
 from ctdr_lightning.memory import record, record_fake, simulate
 from ctdr_lightning.memory.recorder import workspace
 from ctdr_lightning.memory.recorder.profiler import memory_profiler
@@ -287,6 +287,14 @@ def test_another_device_copies_the_operands_that_its_blas_cannot_read():
     wide = torch.ones(1).expand(16, 32)
     probe.note(0, torch.ops.aten.mm.default, (wide, torch.randn(32, 4)))
     assert probe.measure() == {0: wide.nbytes}
+
+
+@pytest.mark.parametrize(("op", "watched"), [(torch.ops._c10d_functional.wait_tensor, 0), (torch.ops.aten.sort, 1)])
+def test_calls_in_which_other_threads_work_are_not_watched(op, watched, monkeypatch):
+    clock, starts = workspace.WatchingClock(), []
+    monkeypatch.setattr(workspace, "start_watching", lambda: starts.append(1) or start_watching())
+    clock.run(op.default, (torch.ones(8),), {})
+    assert len(starts) == watched
 
 
 PHASES = schedule(wait=1, warmup=1, active=2, repeat=1)
