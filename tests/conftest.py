@@ -1,5 +1,6 @@
 """Shared fixtures: one thread, fixed seeds, no deadlines, and torchvision made importable beside a CPU torch."""
 
+import gc
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -60,6 +61,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("device") != "cpu":
         torch.set_default_device(config.getoption("device"))
         torch.backends.cudnn.deterministic = True
+
+
+def pytest_collection_finish() -> None:
+    """Spare the collector what the imports made: 900,000 objects, of which one look takes 0.7 s."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -37,6 +37,7 @@ def left_behind(step: Callable[[], object], times: int = 5) -> tuple[Counter[str
     """
     gc.collect()
     gc.disable()
+    frozen = gc.get_freeze_count()
     gc.freeze()  # what was there before is not looked at again and again
     try:
         step()
@@ -45,7 +46,8 @@ def left_behind(step: Callable[[], object], times: int = 5) -> tuple[Counter[str
             step()
         return engine_objects() - objects, tensor_bytes() - n_bytes
     finally:
-        gc.unfreeze()
+        if not frozen:  # else the suite's imports would be looked at from now on
+            gc.unfreeze()
         gc.enable()
 
 
