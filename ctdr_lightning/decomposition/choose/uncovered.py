@@ -80,5 +80,5 @@ def without_crumbs(model: nn.Module, layers: Sequence[Layer]) -> list[Layer]:
     n_all = sum(p.numel() for p in model.parameters() if not isinstance(p, nn.UninitializedParameter))
     if n_open >= LEAST_OPEN * n_all or any(isinstance(layer.module, FactorizedLayer) for layer in layers):
         return list(layers)
-    why = f"all that can be cut is {n_open / n_all:.1%} of the model's parameters; select= insists"
+    why = f"all that can be cut is {n_open / n_all:.1%} of the model's parameters (select= insists)"
     return [layer if layer.refusal else replace(layer, refusal=why) for layer in layers]

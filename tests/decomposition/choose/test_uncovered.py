@@ -77,3 +77,26 @@ def test_a_second_call_blames_nothing():
     model = Tied()
     decompose(model, rank=0.25)
     assert decompose(model, rank=0.25).notes() == []
+
+
+class Recurrent(nn.Module):
+    """No layer kind covers an LSTM; the classifier behind it holds 0.6 % of the parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(28, 128, 2, batch_first=True), nn.Linear(128, 10)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+def test_a_share_of_next_to_nothing_cuts_nothing():
+    """A quarter of the classifier was a rank of 2, for ten classes."""
+    report = decompose(Recurrent(), rank=0.25)
+    assert not report.factorized
+    assert "all that can be cut is 0.6% of the model's parameters (select= insists)" in report.layers[0].reason
+
+
+@pytest.mark.parametrize("options", [{"rank": 0.25, "select": "head"}, {"rank": 4}, {"rank": {"head": 0.25}}], ids=str)
+def test_what_is_asked_for_by_name_or_rank_is_cut(options):
+    assert [row.name for row in decompose(Recurrent(), **options).factorized] == ["head"]
