@@ -90,7 +90,7 @@ def test_auto_waits_where_recomputation_is_dearer():
     trace = benched("residual")[2]
     trace = trace.with_costs([3e-4 if "convolution" in op.name else 3e-5 for op in trace.ops], {})
     trace = replace(trace, links=tuple(replace(x, out_bytes_per_s=2e8, in_bytes_per_s=2e8) for x in trace.links))
-    budget = Budget(peak_bytes=limit(trace, 0.3))
+    budget = Budget(peak_bytes=limit(trace, 0.3), time_limit_s=1.0)
     alone = POLICIES["auto"](Prepared(replace(trace, links=())), budget)
     made = plan(trace, budget, "auto")
     assert simulate(trace, made).transfers.waits_s > 0

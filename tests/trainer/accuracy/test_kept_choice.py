@@ -1,6 +1,7 @@
 """A choice for a budget is kept in the run's folder, and the next run takes it from there."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -15,9 +16,25 @@ from tests import parts
 BUDGET = 800_000  # below every plan of the dense model
 
 
-@pytest.fixture(autouse=True)
-def short_thoughts(monkeypatch):
-    monkeypatch.setattr(pricing, "PLANNING_S", 0.1)
+@pytest.fixture(scope="module", autouse=True)
+def _short_thoughts():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pricing, "PLANNING_S", 0.1)
+        yield
+
+
+@pytest.fixture(scope="module")
+def first_run(tmp_path_factory):
+    """The choice of a first run, its model and its folder."""
+    folder = tmp_path_factory.mktemp("first")
+    return (*fit(folder), folder)
+
+
+@pytest.fixture
+def first(first_run, tmp_path):
+    """The same; its files are in ``tmp_path``."""
+    shutil.copytree(first_run[2], tmp_path, dirs_exist_ok=True)
+    return first_run[:2]
 
 
 @pytest.fixture
@@ -41,14 +58,14 @@ def files(folder):
 
 
 @pytest.mark.parametrize("verbose", [True, False])
-def test_the_same_question_is_answered_without_a_search(tmp_path, searches, caplog, verbose):
-    first, trained = fit(tmp_path)
-    assert first.choices.factorized
+def test_the_same_question_is_answered_without_a_search(tmp_path, first, searches, caplog, verbose):
+    found, trained = first
+    assert found.choices.factorized
     with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
         second, again = fit(tmp_path, verbose=verbose)
-    assert len(searches) == 1
-    assert second.choices.to_dict() == first.choices.to_dict()
-    assert second.considered == first.considered
+    assert not searches
+    assert second.choices.to_dict() == found.choices.to_dict()
+    assert second.considered == found.considered
     assert second.peak_bytes <= BUDGET
     assert parts.same(trained.state_dict(), again.state_dict())
     (kept,) = files(tmp_path)
@@ -56,34 +73,34 @@ def test_the_same_question_is_answered_without_a_search(tmp_path, searches, capl
     assert (said in caplog.messages) is verbose
 
 
+@pytest.mark.usefixtures("first")
 @pytest.mark.parametrize("other", [{"seed": 1}, {"budget": BUDGET + 1}, {"gradient_clip_val": 1.0}], ids=str)
 def test_another_question_is_searched_for(tmp_path, searches, other):
-    fit(tmp_path)
     fit(tmp_path, **other)
-    assert len(searches) == len(files(tmp_path)) == 2
+    assert len(searches) == 1
+    assert len(files(tmp_path)) == 2
 
 
-def test_a_choice_that_does_not_keep_the_limits_any_more_is_searched_for_anew(tmp_path, searches):
-    first, _ = fit(tmp_path)
+def test_a_choice_that_does_not_keep_the_limits_any_more_is_searched_for_anew(tmp_path, first, searches):
     (kept,) = files(tmp_path)
     plain, edited = (json.loads(kept.read_text()) for _ in range(2))
     for choice in edited["choices"]["layers"].values():  # dense again: no plan of that fits
         choice.update(method=None, ranks=[])
     kept.write_text(json.dumps(edited))
     second, _ = fit(tmp_path)
-    assert len(searches) == 2
-    assert second.choices.to_dict() == first.choices.to_dict()
+    assert len(searches) == 1
+    assert second.choices.to_dict() == first[0].choices.to_dict()
     assert json.loads(kept.read_text())["choices"] == plain["choices"] != edited["choices"]
 
 
+@pytest.mark.usefixtures("first")
 @pytest.mark.parametrize("text", ["", '{"kind": "budget fit", "version": 99}'])
 def test_a_file_that_cannot_be_read_is_written_anew(tmp_path, searches, text):
-    fit(tmp_path)
     (kept,) = files(tmp_path)
     good = kept.read_text()
     kept.write_text(text)
     fit(tmp_path)
-    assert len(searches) == 2
+    assert len(searches) == 1
     assert json.loads(kept.read_text())["choices"] == json.loads(good)["choices"]
 
 
@@ -95,9 +112,9 @@ def test_a_run_that_leaves_no_files_keeps_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("first")
 def test_the_oldest_choices_go(tmp_path, monkeypatch):
     monkeypatch.setattr(kept_choice, "_MOST_FILES", 1)
-    fit(tmp_path)
     before = files(tmp_path)
     fit(tmp_path, BUDGET + 1)
     assert len(files(tmp_path)) == 1
