@@ -44,7 +44,8 @@ def measured_peaks(model, batch, checkpointed):
             net(ids).backward()
             optimizer.step()
         found = [event for event in profiler_events(profiler) if event.name() == "[memory]"]
-        sizes = [n_bytes for _, n_bytes in sorted((event.start_ns(), event.nbytes()) for event in found)]
+        # of two events of one time the first recorded came first: a release sorted before would hide a peak
+        sizes = [event.nbytes() for event in sorted(found, key=lambda event: event.start_ns())]
         levels = list(accumulate(sizes, initial=before))
         if number >= SETTLED:
             least = max(least, max(levels) - (levels[-1] - standing_bytes()))

@@ -112,7 +112,8 @@ class TruePeaks(Callback):
         if batch_idx >= SETTLED:
             self.profiler.__exit__(None, None, None)
             found = [event for event in profiler_events(self.profiler) if event.name() == "[memory]"]
-            sizes = [n_bytes for _, n_bytes in sorted((event.start_ns(), event.nbytes()) for event in found)]
+            # of two events of one time the first recorded came first: a release sorted before would hide a peak
+            sizes = [event.nbytes() for event in sorted(found, key=lambda event: event.start_ns())]
             levels = list(accumulate(sizes, initial=self.before))
             unseen_bytes = levels[-1] - standing_bytes(trainer, module, batch)
             self.most = min(self.most, max(levels))
