@@ -114,7 +114,7 @@ class AutoRank(TrainingData):
     ) -> str:
         """Tensors that wait elsewhere where the time allows it; at any time parts, and else these tensors again."""
         if self._slowdown_elsewhere is None:
-            self._slowdown_elsewhere = self._elsewhere(account(dense, double), budget_bytes)
+            self._slowdown_elsewhere = self._elsewhere(dense, partial(account, dense, double), budget_bytes)
         if self._slowdown_elsewhere <= slowdown < math.inf:
             return ELSEWHERE
         if slowdown < math.inf:
@@ -123,11 +123,12 @@ class AutoRank(TrainingData):
             return IN_PARTS
         return ELSEWHERE if self._slowdown_elsewhere < math.inf else ""
 
-    def _elsewhere(self, account: BatchAccount, budget_bytes: int) -> float:
+    def _elsewhere(self, dense: Trace, account: Callable[[], BatchAccount], budget_bytes: int) -> float:
         """Time of the dense step whose tensors wait off the device, in plain ones; infinite where no such plan fits."""
-        device = account.step.device
-        moved = self._asked.elsewhere(device)
-        found = plan_with(moved.places().on(device), account, budget_bytes) if moved is not None else None
+        moved = self._asked.elsewhere(dense.device)
+        if moved is None:
+            return math.inf
+        found = plan_with(moved.places().on(dense.device), account(), budget_bytes)
         # a plan that moves nothing is as the one that was refused
         moves = found is not None and any(isinstance(action, Offload) for action in found[1].away.values())
         return found[1].slowdown if found is not None and moves else math.inf
