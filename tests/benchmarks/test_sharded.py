@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import replace
-from itertools import accumulate
 
 import pytest
 import torch
@@ -13,11 +12,11 @@ from benchmarks.harness import Figures, write_figures
 from benchmarks.sharded import BENCHMARK, Depth, Row, Search, deep
 from benchmarks.sharded_step import GATHER, SCATTER, WIRES, Llama, Model, recorded, ring_s, sharded, step_s
 from ctdr_lightning.basics.devices import device_model
-from ctdr_lightning.basics.torch_private import profiler_events
 from ctdr_lightning.memory import simulate
 from ctdr_lightning.memory.recorder.profiler import memory_profiler
 from ctdr_lightning.trainer.training_step.optimizer.resident import local_bytes, state_bytes
 from tests import forks
+from tests.true_peaks import TruePeaks
 
 SMALL = Model(layers=4, width=128, heads=4, hidden=344, vocabulary=512, tokens=128)
 WIDE = Model(layers=4)  # kernels that take longer than their launch
@@ -26,7 +25,7 @@ STEPS, SETTLED = 8, 2
 
 
 def measured_peaks(model, batch, checkpointed):
-    """Bounds of the true peak of a rank's settled steps, by its allocations: gloo's threads free some, unseen."""
+    """The peaks of a rank's settled steps."""
     distributed.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=RANKS)
     net = sharded(Llama(model, checkpointed), init_device_mesh("cpu", (RANKS,)))
     optimizer = torch.optim.AdamW(net.parameters(), foreach=True)
@@ -36,28 +35,23 @@ def measured_peaks(model, batch, checkpointed):
         gradients = [p.grad for p in net.parameters() if p.grad is not None]
         return local_bytes([*net.parameters(), *net.buffers(), ids, *gradients]) + state_bytes([optimizer])
 
-    least, most = 0, 2**60
+    peaks = TruePeaks()
     for number in range(STEPS):
         optimizer.zero_grad()
         before = standing_bytes()
         with memory_profiler() as profiler:
             net(ids).backward()
             optimizer.step()
-        found = [event for event in profiler_events(profiler) if event.name() == "[memory]"]
-        # of two events of one time the first recorded came first: a release sorted before would hide a peak
-        sizes = [event.nbytes() for event in sorted(found, key=lambda event: event.start_ns())]
-        levels = list(accumulate(sizes, initial=before))
         if number >= SETTLED:
-            least = max(least, max(levels) - (levels[-1] - standing_bytes()))
-            most = min(most, max(levels))
+            peaks.add(profiler, before, standing_bytes())
     distributed.destroy_process_group()
-    return least, most
+    return peaks
 
 
 def check_peak(model, batch, checkpointed):
     predicted = simulate(recorded(model, batch, RANKS, None, checkpointed).account.whole).peak_bytes
-    least, most = measured_peaks(model, batch, checkpointed)
-    assert 0.95 * least <= predicted <= 1.05 * most
+    peaks = measured_peaks(model, batch, checkpointed)
+    assert 0.95 * peaks.least <= predicted <= 1.05 * peaks.most
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

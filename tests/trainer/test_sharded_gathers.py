@@ -114,7 +114,7 @@ def check_same(kind, budget, seconds, **options):
 
 def check_budgets():
     """From all units to none of them, over budgets."""
-    free, kept = (run(kind)[2].least for kind in (Mlp, Kept))
+    free, kept = (run(kind)[2].true.least for kind in (Mlp, Kept))
     assert free < 0.95 * kept
     assert set(check_same(Mlp, HUGE, 0.0).run.memory.units.key) == set(ALL)
     with proposals() as found:  # a step whose buffer a thread of gloo's frees late would be planned anew, for less
@@ -189,7 +189,7 @@ def test_predicted_peaks_are_the_measured_ones_where_weights_stay(kind):
 
 def check_traces():
     """The step that the choice foresees is the one that is recorded under it."""
-    free, kept = (run(kind)[2].least for kind in (Mlp, Kept))
+    free, kept = (run(kind)[2].true.least for kind in (Mlp, Kept))
     for kind, budget in ((Mlp, HUGE), (Mlp, (3 * free + kept) // 4), (Gpt, HUGE)):
         with proposals() as asked, gathers_of_seconds(1e-9):
             found = run(kind, budget)[3].trace
@@ -215,7 +215,7 @@ def check_uneven():
     """Rank 0 has few samples and could keep all; rank 1 has many."""
     batch_size = (64, 512)[parts.rank()]
     loader = DataLoader(TensorDataset(*Mlp().data()[0][: 5 * batch_size]), batch_size)
-    free, kept = (run(kind)[2].least for kind in (Mlp, Kept))
+    free, kept = (run(kind)[2].true.least for kind in (Mlp, Kept))
     with proposals() as found:
         options = {"data": (loader, None), "use_distributed_sampler": False}
         ours = check_same(Mlp, (3 * free + kept) // 4, 1e-9, **options)
@@ -232,7 +232,7 @@ def check_validated():
     """A validation leaves weights gathered that stay: the next step is that of its plan all the same."""
     data, batch_size = Mlp().data()
     loaders = DataLoader(data, batch_size), DataLoader(data, batch_size)
-    free = run(Mlp)[2].least
+    free = run(Mlp)[2].true.least
     with patch.object(Mlp, "validation_step", lambda self, batch, _: self(batch[0]), create=True):
         options = {"data": loaders, "max_steps": 12, "val_check_interval": 3, "limit_val_batches": 1}
         ours = check_same(Mlp, int(0.8 * free), 10.0, **options)

@@ -1,7 +1,5 @@
 """FSDP2 on two ranks: peaks are predicted and measured as they are, budgets are kept, and no step differs."""
 
-from itertools import accumulate
-
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -13,13 +11,13 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from ctdr_lightning import CTDRCallback
-from ctdr_lightning.basics.torch_private import profiler_events
 from ctdr_lightning.memory.guide.events import Differed, PlanMade
 from ctdr_lightning.memory.recorder.profiler import memory_profiler
 from ctdr_lightning.memory.values.live_bytes import LiveBytes
 from ctdr_lightning.trainer.training_step.events import GradientsFreed, RestGrew
 from ctdr_lightning.trainer.training_step.optimizer.resident import local_bytes, state_bytes
 from tests import forks, parts
+from tests.true_peaks import TruePeaks
 
 STEPS, SETTLED = 10, 4  # the first steps are recorded, once more after the choice of units, and watched
 
@@ -93,14 +91,11 @@ class Manual(Gpt):
             self.optimizers().step()
 
 
-class TruePeaks(Callback):
-    """The peaks of settled batches: those that the callback measured, and bounds by the allocations of this thread.
-
-    What a thread of gloo's frees stays allocated for the profiler: a step's peak is less by as much at most.
-    """
+class Peaks(Callback):
+    """The peaks of settled batches: those that the callback measured, and bounds by the allocations."""
 
     def __init__(self):
-        self.measured, self.least, self.most = [], 0, 2**60
+        self.measured, self.true = [], TruePeaks()
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if batch_idx >= SETTLED:  # a step that is recorded watches the allocations itself
@@ -111,13 +106,7 @@ class TruePeaks(Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if batch_idx >= SETTLED:
             self.profiler.__exit__(None, None, None)
-            found = [event for event in profiler_events(self.profiler) if event.name() == "[memory]"]
-            # of two events of one time the first recorded came first: a release sorted before would hide a peak
-            sizes = [event.nbytes() for event in sorted(found, key=lambda event: event.start_ns())]
-            levels = list(accumulate(sizes, initial=self.before))
-            unseen_bytes = levels[-1] - standing_bytes(trainer, module, batch)
-            self.most = min(self.most, max(levels))
-            self.least = max(self.least, max(levels) - unseen_bytes)
+            self.true.add(self.profiler, self.before, standing_bytes(trainer, module, batch))
             for callback in trainer.callbacks:
                 if isinstance(callback, CTDRCallback):
                     self.measured.append(callback.run.steps.meters.measured.peak_bytes)
@@ -131,7 +120,7 @@ def standing_bytes(trainer, module, batch):
 def run(kind, budget=None):
     """The module, its gradients after the last step, the peaks, and the callback's session."""
     parts.seed_everything(0, verbose=False)
-    module, peaks = kind(), TruePeaks()
+    module, peaks = kind(), Peaks()
     ours = [] if budget is None else [CTDRCallback(rank=None, memory_budget=budget, verbose=False)]
     strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")
     data, batch_size = module.data()
@@ -146,9 +135,9 @@ def check_peaks(kind):
     live = LiveBytes()
     live.track(plain.parameters())
     assert live.now == local_bytes(plain.parameters()) < sum(p.nbytes for p in plain.parameters())
-    for budget in (2**30, int(0.7 * before.least)):
+    for budget in (2**30, int(0.7 * before.true.least)):
         module, same, peaks, session = run(kind, budget)
-        assert 0.99 * peaks.least <= min(peaks.measured) <= 1.01 * peaks.most
+        assert 0.99 * peaks.true.least <= min(peaks.measured) <= 1.01 * peaks.true.most
         assert max(peaks.measured) <= budget
         stay = not any(isinstance(event, GradientsFreed) for event in session.events)
         with_gradients = session.plan.forward_peak_bytes + stay * local_bytes(same)
