@@ -1,10 +1,10 @@
-"""Pictures of the documents: decomposed layers, a card's memory, accuracy after a cut, batches by card.
+"""Pictures of the documents: decomposed layers, a card's memory, accuracy after a cut, batches by card, ranks by limit.
 
     python -m benchmarks.drawings                    # all, into docs/img
     python -m benchmarks.drawings card --folder out  # one of them
 
 Layers are drawn as ``decompose`` returns them. The card's bytes come from a step on fake tensors and the allocator's
-model. The other two show committed figures.
+model. The others show committed figures.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from benchmarks import accuracy_curve
+from benchmarks import ablation, accuracy_curve
 from benchmarks.card_memory import Use, uses
 from benchmarks.harness import Figures
 from ctdr_lightning import decompose
@@ -245,6 +245,41 @@ def draw_cards(path: Path, data: Path = DATA / "cards.json") -> None:
     _save(figure, path)
 
 
+def draw_surface(path: Path, data: Path = DATA / "ablation.json") -> None:
+    """Time over shares of parameters and limits of memory, a panel a network and batch; grey where no plan fits.
+
+    Args:
+        path: Where the picture goes.
+        data: JSON of the ablation.
+    """
+    from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
+
+    # half the dense step's time is green, twice as much orange
+    colours, level = LinearSegmentedColormap.from_list("times", [GREEN, "white", ORANGE]), TwoSlopeNorm(1.0, 0.5, 2.0)
+    figures = Figures(data.read_text(), ablation.BENCHMARK.parts)
+    rows = [row for row in figures.rows(ablation.Cell) if row.part == ablation.SURFACE]
+    nets, batches, shares, limits = (
+        list(dict.fromkeys(getattr(row, name) for row in rows)) for name in ("net", "batch", "share", "limit")
+    )
+    figure = _figure(3 * len(nets), 0.6 + 2.1 * len(batches))
+    panels = figure.subplots(len(batches), len(nets), squeeze=False, sharex=True, sharey=True)
+    for row in rows:
+        axes = panels[batches.index(row.batch)][nets.index(row.net)]
+        colour = colours(level(row.slowdown)) if row.fits else FAINT
+        place = limits.index(row.limit), shares.index(row.share)
+        axes.barh(place[1], 1, 1, place[0] - 0.5, color=colour, edgecolor="white", linewidth=1)
+        axes.text(*place, f"x{row.slowdown:.2f}" if row.fits else "-", ha="center", va="center", fontsize=8.5)
+        axes.set_title(f"{row.net}, batch x{row.batch:g}", fontsize=10, color=INK)
+    for axes in panels.flat:
+        axes.set_xticks(range(len(limits)), [f"{limit:g}" for limit in limits])
+        axes.set_yticks(range(len(shares)), [f"{share:g}" for share in shares])
+        axes.tick_params(length=0, labelcolor=INK)
+        axes.spines[:].set_visible(False)
+    figure.supxlabel("limit, as a share of the dense peak at the network's own batch", fontsize=9.5, color=INK)
+    figure.supylabel("share of parameters", fontsize=9.5, color=INK)
+    _save(figure, path)
+
+
 def _figure(width: float, height: float) -> Figure:
     from matplotlib.figure import Figure
 
@@ -273,6 +308,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "card": draw_card,
     "accuracy": draw_accuracy,
     "cards": draw_cards,
+    "surface": draw_surface,
 }
 
 

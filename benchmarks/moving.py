@@ -1,6 +1,7 @@
 """Every policy that moves or compresses tensors, on a link of a chosen rate: measured peak, time and bytes moved.
 
-``policies``: all of them on a transformer and a ResNet. ``ratios``: `auto` at four rates.
+``policies``: all of them on a transformer and a ResNet. ``ratios``: `auto` at four rates. ``least``: predicted for an
+A100 and its host's memory, the least peak of each policy that moves alone, and its time where vDNN reaches its own.
 
 A processor's steps are so slow that any disk looks infinitely fast. So a file, in memory where the system has a place
 for such files, is slowed down to a *ratio*: 1 moves all that autograd saves, one way, in the time of one step. Each
@@ -20,15 +21,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from benchmarks.harness import Benchmark, Figures, table, text_of
 from benchmarks.nets import Net, net_rn18, transformer
 from benchmarks.offload import ROUNDS, TEMPORARY, Case, Measured, measured
 from benchmarks.steps import keep_freed_memory
-from ctdr_lightning.basics.errors import CTDRError
+from benchmarks.vision_import import import_torchvision
+from ctdr_lightning.basics.errors import CTDRError, InfeasibleBudgetError
 from ctdr_lightning.memory import POLICIES, Plan, plan, simulate
 from ctdr_lightning.memory.holders.base import HolderOptions, Holders
 from ctdr_lightning.memory.holders.measure import measure_codecs, measure_links
+from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.simulator.actions import Compress, Offload
+from ctdr_lightning.memory.simulator.prepared import Prepared
+from ctdr_recipes.evaluation.nets import FULL
+from ctdr_recipes.evaluation.nets import Net as FullNet
+from ctdr_recipes.evaluation.predicted import Variant
+from ctdr_recipes.evaluation.techniques import fastest, movers, on_meta
 
 SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)
 # A folder whose files are in memory, where there is one.
@@ -53,6 +64,25 @@ class Row(Measured):
     def fits(self) -> bool:
         """Whether a plan was found."""
         return bool(self.share)
+
+
+@dataclass(frozen=True)
+class Least:
+    """The least peak of a policy that moves alone, predicted.
+
+    Attributes:
+        net: Its name.
+        policy: The policy.
+        ratio: As for `Row`.
+        least: Its least peak, as a share of the plain step's bytes above the weights.
+        slowdown: Its time within vDNN's least peak over the plain step's; None where it does not fit there.
+    """
+
+    net: str
+    policy: str
+    ratio: float
+    least: float
+    slowdown: float | None
 
 
 def moving_policies() -> list[str]:
@@ -109,6 +139,45 @@ class Bench:
         return row
 
 
+CHAIN, VDNN, ROOM = "chain of 16", "vdnn_all", 1.02
+
+
+def least_peaks(name: str) -> Iterator[Least]:
+    """Every policy that moves alone, on a network at its published size."""
+    net = PUBLISHED[name]
+    plain = Variant(on_meta(net.build), net, "a100", "tf32").plain(net.size)[2]
+    trace, whole = plain.trace, plain.plain_peak_bytes - plain.trace.resident_bytes
+    saved_s = sum(trace.value_bytes(value) for value in trace.saved) / trace.links[0].out_bytes_per_s
+    enough_bytes = int(ROOM * least_of(plain, VDNN))
+    for policy in movers():
+        made = fastest(plain, enough_bytes, (policy,))
+        least = (least_of(plain, policy) - trace.resident_bytes) / whole
+        slowdown = made.plan.seconds / trace.seconds if made.fits else None
+        yield Least(name, policy, trace.seconds / saved_s, least, slowdown)
+
+
+def least_of(step: Prepared, policy: str) -> int:
+    """The least peak that a policy names, asked for one that no plan reaches."""
+    try:
+        return POLICIES[policy](step, Budget(step.trace.resident_bytes + 1)).peak_bytes
+    except InfeasibleBudgetError as error:
+        return error.least_peak_bytes
+
+
+def _chain() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()) for _ in range(16)))
+
+
+def _features(size: int, device: str) -> Tensor:
+    return torch.randn(size, 1024, device=device)
+
+
+PUBLISHED = {
+    CHAIN: FullNet(_chain, _features, lambda net, batch: net(batch).square().mean(), 65536, "1024"),
+    **{name: FULL[name] for name in ("VGG-16", "ResNet-50", "GoogLeNet", "DenseNet-121", "ViT-B/16", "GPT-2")},
+}
+
+
 def claims() -> dict[str, str]:
     """The claims of each policy's paper, from the heads of the files."""
     found = {}
@@ -121,27 +190,32 @@ def claims() -> dict[str, str]:
 
 
 def figures(
-    tables: Sequence[str] = ("policies", "ratios"),
+    tables: Sequence[str] = ("policies", "ratios", "least"),
     *,
     nets: Sequence[str] = tuple(NETS),
+    published: Sequence[str] = tuple(PUBLISHED),
     rounds: int = ROUNDS,
     disk: Path = IN_MEMORY,
-) -> Iterator[Row]:
-    """Every policy at ratio 1, then `auto` at all ratios.
+) -> Iterator[Row | Least]:
+    """Every policy at ratio 1, `auto` at all ratios, and least peaks.
 
     Args:
         tables: Which.
-        nets: Of both.
+        nets: Of the measured ones.
+        published: Of the predicted one.
         rounds: How often each plan is timed.
         disk: Where the disk's file is.
     """
     keep_freed_memory()
-    for name in nets:
+    for name in nets if {*tables} - {"least"} else ():
         bench = Bench(name, disk, rounds)
         if "policies" in tables:
             yield from (bench.measured(policy, 1.0) for policy in moving_policies())
         if "ratios" in tables:
             yield from (bench.measured("auto", ratio) for ratio in RATIOS)
+    import_torchvision()
+    for name in published if "least" in tables else ():
+        yield from least_peaks(name)
 
 
 def _policies(found: Figures) -> str:
@@ -154,15 +228,27 @@ def _policies(found: Figures) -> str:
     return table(Row, head, line, lambda row: row.ratio == 1.0)(found)
 
 
+def _least(found: Figures) -> str:
+    rows = found.rows(Least)
+    by_place = {(row.policy, row.net): row for row in rows}
+    nets, policies = (list(dict.fromkeys(getattr(row, name) for row in rows)) for name in ("net", "policy"))
+    lines = [" | ".join([f"`{policy}`", *(_cell(by_place[policy, net]) for net in nets)]) for policy in policies]
+    return found.markdown(" | ".join(["policy", *nets]), lines)
+
+
+def _cell(row: Least) -> str:
+    return f"{row.least:.3f}, {f'x{row.slowdown:.2f}' if row.slowdown else '-'}"
+
+
 PEAK, MOVED = "{peak:.2f} ({predicted_peak:.2f})", "{moved_mib:.0f} MiB"
 POLICY = f"{{net}}, `{{policy}}` | {PEAK} | {{wall:x.2f}} ({{predicted:.2f}}) | {{processor:x.2f}} | {MOVED}"
 UNMET = f"{{net}}, `{{policy}}` | over {SHARES[-1]:g} |  |  | "
 RATIO = f"{{net}} | {{ratio:g}} | {PEAK} | {{wall:x.3f}} | {{predicted:x.3f}} | {{processor:x.3f}} | {MOVED}"
 RATIO_HEAD = "net | rate | peak (predicted) | wall | predicted | processor | moved"
 RATIO_TABLE = table(Row, RATIO_HEAD, RATIO, lambda row: row.policy == "auto" and row.fits)
-TABLES = {"policies": _policies, "ratios": RATIO_TABLE}
-CHOICES = {"tables": ("policies", "ratios"), "nets": NETS}
-BENCHMARK = Benchmark("moving", figures, {"rows": Row}, TABLES, CHOICES, ("net", "policy", "ratio"))
+TABLES = {"policies": _policies, "ratios": RATIO_TABLE, "least": _least}
+CHOICES = {"tables": tuple(TABLES), "nets": NETS, "published": PUBLISHED}
+BENCHMARK = Benchmark("moving", figures, {"rows": Row, "least": Least}, TABLES, CHOICES, ("net", "policy", "ratio"))
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

@@ -64,9 +64,9 @@ def _plans(step: Prepared, budget: Budget) -> Iterator[Actions]:
     programs = _Programs(step, link_to(trace, to))
     limits = [trace.resident_bytes + int(share * (plain - trace.resident_bytes)) for share in SHARES]
     for wanted in limits if budget.peak_bytes is None else [budget.peak_bytes]:
-        limit = wanted
+        limit, tried = max(wanted, programs.least_bytes), 0
         for attempt in range(ROUNDS):
-            moved = programs.solved(limit)
+            moved = programs.solved(limit) if limit != tried else None
             if moved is None:
                 break
             actions = scheduled(step, moved)
@@ -74,11 +74,16 @@ def _plans(step: Prepared, budget: Budget) -> Iterator[Actions]:
             over = Simulator(step, actions).peak_bytes - wanted
             if over <= 0:
                 break
-            limit -= over << attempt  # early landings or late departures may need more than their own excess
+            # early landings or late departures may need more than their own excess
+            limit, tried = max(limit - (over << attempt), programs.least_bytes), limit
 
 
 class _Programs:
-    """Shared data of all programs of a step: each tensor's cost of moving, and the ticks at which it is away."""
+    """Shared data of all programs of a step: each tensor's cost of moving, and the ticks at which it is away.
+
+    Attributes:
+        least_bytes: No program has a solution for less.
+    """
 
     def __init__(self, step: Prepared, link: Link) -> None:
         simulator = Simulator(step)
@@ -93,6 +98,7 @@ class _Programs:
         waited = [(entry.read, entry.needed) for entry in self._inputs]
         self._windows = np.array([*hidden, *waited], dtype=np.int64).reshape(-1, 2)
         self._points = list(_points(simulator.bytes_at(), [*hidden, *waited]))
+        self.least_bytes = max((live - sum(self._away_bytes(tick)) for tick, live in self._points), default=0)
 
     def solved(self, limit_bytes: int) -> dict[int, Action] | None:
         """The moves under which every tick stays within a limit; None if there are none."""
@@ -112,6 +118,10 @@ class _Programs:
             for e, h, w in chosen
             if max(found.values[h], found.values[w]) > 0.5
         }
+
+    def _away_bytes(self, tick: int) -> list[int]:
+        """Bytes of the tensors that may be away at a tick."""
+        return [entry.n_bytes for entry in self._inputs if entry.read < tick < entry.needed]
 
     def _limit_bytes(self, program: LinearProgram, columns: list[int], limit_bytes: int) -> None:
         left, back = self._windows.T

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 _REPEATED = 3  # modules of one class: fewer are a stem or a head
+_NOT_OWN = ("torch.nn", "ctdr_lightning")  # a decomposed layer is no block of the network's
 _SHARES = (0.25, 0.5, 0.75, 1.0)  # of the blocks, the first of the forward first
 _SEGMENTS = (2, 3, 4, 6, 8)
 
@@ -76,7 +77,7 @@ def _of_lists_too(forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
 def checkpoints_of(model: nn.Module) -> list[Checkpoints]:
     """The ways to checkpoint a network: its blocks, or segments of its longest chain.
 
-    Blocks are the modules of a class that is the network's own (not ``torch.nn``'s), has children and occurs at least
+    Blocks are the modules of a class that is the network's own, has children and occurs at least
     three times; each such class is one way. Of the class whose modules are the largest, the first quarter, half and
     three quarters of the blocks are ways too. A network without such a class has chains of plain layers only.
 
@@ -85,7 +86,7 @@ def checkpoints_of(model: nn.Module) -> list[Checkpoints]:
     """
     by_class: dict[type, list[str]] = defaultdict(list)
     for name, module in model.named_modules():
-        if name and next(module.children(), None) is not None and not type(module).__module__.startswith("torch.nn"):
+        if name and next(module.children(), None) is not None and not type(module).__module__.startswith(_NOT_OWN):
             by_class[type(module)].append(name)
     groups = {kind.__name__: names for kind, names in by_class.items() if len(names) >= _REPEATED}
     if not groups:

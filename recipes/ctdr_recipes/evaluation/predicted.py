@@ -141,7 +141,7 @@ def _ctdr(of: Variant, size: int, limit: int) -> Outcome:
     lean = _lean(of, size, limit)
     step = of.plain(size)[2] if lean is None else Prepared(with_link(lean.account.standing, of.device))
     found = fastest(step, limit, ("auto",), of.search_s)
-    words = [*([_in_short(lean.step)] if lean is not None else []), *([found.means] if found.means else [])]
+    words = [*([in_short(lean.step)] if lean is not None else []), *([found.means] if found.means else [])]
     return Outcome(found.plan, found.fits, "; ".join(words))
 
 
@@ -149,7 +149,8 @@ def _lean(of: Variant, size: int, limit: int) -> LeanChoice | None:
     return choose_lean(of.model, partial(of.account, size), limit, plain=of.plain(size)[0], tiles=of.tiles)
 
 
-def _in_short(step: LeanStep) -> str:
+def in_short(step: LeanStep) -> str:
+    """A leaner step in words."""
     parts = [f"{_number('output', len(step.names))} left out"] if step.names else []
     tiled = Counter(step.tiles.values()).items()
     return "; ".join([*parts, *(f"{_number('module', n)} in {tiles} tiles" for tiles, n in tiled)])

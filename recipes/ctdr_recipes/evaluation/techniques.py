@@ -59,7 +59,7 @@ Planner = Callable[[Trace, int], Outcome]
 PLANNERS: Registry[Planner] = Registry("technique")
 
 
-def shapes_at(model: nn.Module, share: float = SHARE) -> Choices:
+def shapes_at(model: nn.Module, share: float = SHARE, methods: Sequence[str] = ("auto",)) -> Choices:
     """Ranks that leave each layer a share of its parameters: one number for all ranks of a layer.
 
     Nothing is solved, so that a network may be on the meta device: bytes and seconds depend on shapes alone.
@@ -67,16 +67,17 @@ def shapes_at(model: nn.Module, share: float = SHARE) -> Choices:
     Args:
         model: Dense.
         share: Of each layer's parameters.
+        methods: Names of methods; a layer takes the first that fits it.
     """
     layers = [(name, layer, kind_of(layer)) for name, layer in walk(model)]
     known = [(name, KINDS[kind].geometry(layer)) for name, layer, kind in layers if kind is not None]
-    found = {name: _choice(geometry, share) for name, geometry in known[1:-1]}
+    found = {name: _choice(geometry, share, methods) for name, geometry in known[1:-1]}
     return Choices({name: choice for name, choice in found.items() if choice is not None})
 
 
-def _choice(geometry: Geometry, share: float) -> LayerChoice | None:
+def _choice(geometry: Geometry, share: float, methods: Sequence[str]) -> LayerChoice | None:
     allowed = int(share * geometry.n_weights)
-    for method in candidates(["auto"], geometry):
+    for method in candidates(methods, geometry):
         ranks = _largest_ranks(method, geometry, allowed)
         if ranks is not None:
             return LayerChoice(method.name, ranks, f"{share:.0%} of its parameters")

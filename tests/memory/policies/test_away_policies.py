@@ -286,6 +286,16 @@ def test_ssdtrain_writes_no_more_than_the_forward_hides():
     assert sum(trace.value_bytes(v) for v in away) <= forward_s * rate
 
 
+def test_autotm_names_a_least_peak_that_it_reaches_and_vdnn_does_not_go_below():
+    step, least = step_of("residual"), {}
+    for policy in ("autotm", "vdnn_all"):
+        with pytest.raises(InfeasibleBudgetError) as caught:
+            POLICIES[policy](step, Budget(step.trace.resident_bytes + 1))
+        least[policy] = caught.value.least_peak_bytes
+    reached = POLICIES["autotm"](step, Budget(least["autotm"])).peak_bytes
+    assert reached <= least["autotm"] <= least["vdnn_all"]
+
+
 def test_autotm_moves_less_than_vdnn():
     trace = benched("residual")[2]
     budget = limit(trace, 0.9)
