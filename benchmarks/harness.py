@@ -177,7 +177,7 @@ class Benchmark:
         tables: The maker of each table of the documents.
         choices: The words that an option takes.
         key: Fields by which a row takes an earlier one's place in the file, which a run adds to where the machine is
-            the same; without them the file is written anew.
+            the same; without them the file is written anew. A kind of rows may lack some.
     """
 
     name: str
@@ -218,7 +218,7 @@ class Benchmark:
         return {self._place(row): row for kind in self.parts.values() for row in figures.rows(kind)}
 
     def _place(self, row: Any) -> tuple[Any, ...]:
-        return tuple(getattr(row, name) for name in self.key)
+        return type(row), *(getattr(row, name, None) for name in self.key)
 
     def _parser(self) -> ArgumentParser:
         about = (sys.modules[self.measure.__module__].__doc__ or "").splitlines()[0]

@@ -2,6 +2,7 @@
 
 ``policies``: all of them on a transformer and a ResNet. ``ratios``: `auto` at four rates. ``least``: predicted for an
 A100 and its host's memory, the least peak of each policy that moves alone, and its time where vDNN reaches its own.
+``rates``: predicted for an A100 with links of three rates, `auto` beside the fastest of all other policies.
 
 A processor's steps are so slow that any disk looks infinitely fast. So a file, in memory where the system has a place
 for such files, is slowed down to a *ratio*: 1 moves all that autograd saves, one way, in the time of one step. Each
@@ -15,6 +16,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,21 +27,22 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness import Benchmark, Figures, table, text_of
-from benchmarks.nets import Net, net_rn18, transformer
+from benchmarks.nets import HELD_OUT, TUNED, Net, net_rn18, transformer
 from benchmarks.offload import ROUNDS, TEMPORARY, Case, Measured, measured
 from benchmarks.steps import keep_freed_memory
 from benchmarks.vision_import import import_torchvision
 from ctdr_lightning.basics.errors import CTDRError, InfeasibleBudgetError
-from ctdr_lightning.memory import POLICIES, Plan, plan, simulate
+from ctdr_lightning.memory import POLICIES, Plan, plan, record_fake, simulate
 from ctdr_lightning.memory.holders.base import HolderOptions, Holders
 from ctdr_lightning.memory.holders.measure import measure_codecs, measure_links
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.simulator.actions import Compress, Offload
 from ctdr_lightning.memory.simulator.prepared import Prepared
+from ctdr_lightning.memory.traces.machine import Link
 from ctdr_recipes.evaluation.nets import FULL
 from ctdr_recipes.evaluation.nets import Net as FullNet
 from ctdr_recipes.evaluation.predicted import Variant
-from ctdr_recipes.evaluation.techniques import fastest, movers, on_meta
+from ctdr_recipes.evaluation.techniques import Outcome, fastest, movers, on_meta
 
 SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)
 # A folder whose files are in memory, where there is one.
@@ -83,6 +86,27 @@ class Least:
     ratio: float
     least: float
     slowdown: float | None
+
+
+@dataclass(frozen=True)
+class Rate:
+    """`auto` beside the fastest of all other policies that fit half the bytes above the weights, predicted.
+
+    Attributes:
+        net: Its name.
+        ratio: As for `Row`.
+        slowdown: Time of `auto`'s plan over the plain step's; None where it has none.
+        best: The fastest other policy; empty where none fits.
+        other: Its time, likewise.
+        plan_s: Seconds in which `auto` plans, over those that it takes without a link.
+    """
+
+    net: str
+    ratio: float
+    slowdown: float | None
+    best: str
+    other: float | None
+    plan_s: float
 
 
 def moving_policies() -> list[str]:
@@ -139,6 +163,9 @@ class Bench:
         return row
 
 
+SEVERAL = ("R", "T", "RN18", "LSTM small", "ResNet-50", "VGG-16", "GoogLeNet", "GPT-2 12")
+EVERY_NET = {name: (TUNED | HELD_OUT)[name] for name in SEVERAL}
+RATES_BUDGET = 0.5
 CHAIN, VDNN, ROOM = "chain of 16", "vdnn_all", 1.02
 
 
@@ -162,6 +189,34 @@ def least_of(step: Prepared, policy: str) -> int:
         return POLICIES[policy](step, Budget(step.trace.resident_bytes + 1)).peak_bytes
     except InfeasibleBudgetError as error:
         return error.least_peak_bytes
+
+
+def rates(name: str) -> Iterator[Rate]:
+    """One net at three rates of its link."""
+    trace = record_fake(*EVERY_NET[name](), device="a100")
+    saved = sum(trace.value_bytes(value) for value in trace.saved)
+    limit = trace.resident_bytes + int(RATES_BUDGET * (simulate(trace).peak_bytes - trace.resident_bytes))
+    _, alone_s = _timed(Prepared(trace), limit)
+    for ratio in (0.3, 1.0, 3.0):
+        rate = ratio * saved / trace.seconds
+        step = Prepared(trace.with_machine([Link("host", rate, rate, latency_s=1e-6)]))
+        made, plan_s = _timed(step, limit)
+        others = {policy: fastest(step, limit, (policy,)) for policy in _rivals(step)}
+        fitting = {policy: found.plan.seconds for policy, found in others.items() if found.fits}
+        best = min(fitting, key=lambda policy: fitting[policy], default="")
+        other = fitting[best] / trace.seconds if best else None
+        own = made.plan.seconds / trace.seconds if made.fits else None
+        yield Rate(name, ratio, own, best, other, plan_s / alone_s)
+
+
+def _timed(step: Prepared, limit_bytes: int) -> tuple[Outcome, float]:
+    start_s = time.process_time()
+    return fastest(step, limit_bytes, ("auto",)), time.process_time() - start_s
+
+
+def _rivals(step: Prepared) -> list[str]:
+    """The policies that can do something here; those that the clock stops depend on the machine."""
+    return [name for name, of in POLICIES.items() if name != "auto" and not of.clocked and of.works_on(step.trace)]
 
 
 def _chain() -> nn.Module:
@@ -190,24 +245,26 @@ def claims() -> dict[str, str]:
 
 
 def figures(
-    tables: Sequence[str] = ("policies", "ratios", "least"),
+    tables: Sequence[str] = ("policies", "ratios", "least", "rates"),
     *,
     nets: Sequence[str] = tuple(NETS),
     published: Sequence[str] = tuple(PUBLISHED),
+    small: Sequence[str] = tuple(EVERY_NET),
     rounds: int = ROUNDS,
     disk: Path = IN_MEMORY,
-) -> Iterator[Row | Least]:
+) -> Iterator[Row | Least | Rate]:
     """Every policy at ratio 1, `auto` at all ratios, and least peaks.
 
     Args:
         tables: Which.
         nets: Of the measured ones.
-        published: Of the predicted one.
+        published: Of the least peaks.
+        small: Of the rates.
         rounds: How often each plan is timed.
         disk: Where the disk's file is.
     """
     keep_freed_memory()
-    for name in nets if {*tables} - {"least"} else ():
+    for name in nets if {"policies", "ratios"} & {*tables} else ():
         bench = Bench(name, disk, rounds)
         if "policies" in tables:
             yield from (bench.measured(policy, 1.0) for policy in moving_policies())
@@ -216,6 +273,8 @@ def figures(
     import_torchvision()
     for name in published if "least" in tables else ():
         yield from least_peaks(name)
+    for name in small if "rates" in tables else ():
+        yield from rates(name)
 
 
 def _policies(found: Figures) -> str:
@@ -236,6 +295,11 @@ def _least(found: Figures) -> str:
     return found.markdown(" | ".join(["policy", *nets]), lines)
 
 
+def _rate(row: Rate) -> str:
+    own, other = (f"x{found:.3f}" if found else "-" for found in (row.slowdown, row.other))
+    return f"{row.net} | {row.ratio:g} | {own} | {other} | {row.best} | x{row.plan_s:.1f}"
+
+
 def _cell(row: Least) -> str:
     return f"{row.least:.3f}, {f'x{row.slowdown:.2f}' if row.slowdown else '-'}"
 
@@ -246,9 +310,11 @@ UNMET = f"{{net}}, `{{policy}}` | over {SHARES[-1]:g} |  |  | "
 RATIO = f"{{net}} | {{ratio:g}} | {PEAK} | {{wall:x.3f}} | {{predicted:x.3f}} | {{processor:x.3f}} | {MOVED}"
 RATIO_HEAD = "net | rate | peak (predicted) | wall | predicted | processor | moved"
 RATIO_TABLE = table(Row, RATIO_HEAD, RATIO, lambda row: row.policy == "auto" and row.fits)
-TABLES = {"policies": _policies, "ratios": RATIO_TABLE, "least": _least}
-CHOICES = {"tables": tuple(TABLES), "nets": NETS, "published": PUBLISHED}
-BENCHMARK = Benchmark("moving", figures, {"rows": Row, "least": Least}, TABLES, CHOICES, ("net", "policy", "ratio"))
+RATES = table(Rate, "net | rate | auto | fastest other | policy | planning", _rate)
+TABLES = {"policies": _policies, "ratios": RATIO_TABLE, "least": _least, "rates": RATES}
+CHOICES = {"tables": tuple(TABLES), "nets": NETS, "published": PUBLISHED, "small": EVERY_NET}
+KEY = ("net", "policy", "ratio")
+BENCHMARK = Benchmark("moving", figures, {"rows": Row, "least": Least, "rates": Rate}, TABLES, CHOICES, KEY)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

@@ -1,12 +1,28 @@
 """The benchmark of policies that move: what it asks, what it makes of figures, and one row of a small net."""
 
+import pytest
 import torch
 from torch import nn
 
 from benchmarks import moving
 from benchmarks.drawings import DATA
 from benchmarks.harness import Figures, write_figures
-from benchmarks.moving import BENCHMARK, CHAIN, PUBLISHED, VDNN, Bench, Least, Row, claims, least_peaks, moving_policies
+from benchmarks.moving import (
+    BENCHMARK,
+    CHAIN,
+    EVERY_NET,
+    PUBLISHED,
+    VDNN,
+    Bench,
+    Least,
+    Rate,
+    Row,
+    claims,
+    least_peaks,
+    moving_policies,
+    rates,
+)
+from ctdr_lightning.memory import POLICIES
 from tests.benchmarks.figures_of_plans import figures
 
 OURS = {"auto"}
@@ -65,3 +81,35 @@ def test_every_policy_that_waits_reaches_vdnns_least_peak_in_no_more_time():
             assert row.least <= 1.05 * vdnn[row.net].least, row
             assert row.slowdown is not None, row
             assert row.slowdown <= 1.01 * vdnn[row.net].slowdown, row
+
+
+@pytest.mark.slow
+def test_auto_is_set_beside_the_fastest_other_at_three_rates(monkeypatch):
+    net = nn.Sequential(*[layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.Tanh())])
+    monkeypatch.setitem(EVERY_NET, "small", lambda: (net, torch.randn(8192, 64), lambda net, x: net(x).sum()))
+    rows = list(rates("small"))
+    assert [row.ratio for row in rows] == [0.3, 1.0, 3.0]
+    assert all(row.best in POLICIES for row in rows)
+    assert_auto_is_ahead(rows)
+
+
+def test_rates_are_told_with_the_rival(tmp_path):
+    none = Rate("R", 1.0, None, "", None, 2.0)
+    write_figures(tmp_path / "moving.json", rates=[Rate("R", 0.3, 1.0631, "dtr", 1.0958, 28.4), none])
+    assert BENCHMARK.table((tmp_path / "moving.json").read_text(), "rates").splitlines()[2:4] == [
+        "| R | 0.3 | x1.063 | x1.096 | dtr | x28.4 |",
+        "| R | 1 | - | - |  | x2.0 |",
+    ]
+
+
+def test_auto_is_slower_than_no_other_policy_at_three_rates_on_eight_nets():
+    rows = Figures((DATA / "moving.json").read_text(), BENCHMARK.parts).rows(Rate)
+    assert {(row.net, row.ratio) for row in rows} == {(net, ratio) for net in EVERY_NET for ratio in (0.3, 1.0, 3.0)}
+    assert_auto_is_ahead(rows)
+
+
+def assert_auto_is_ahead(rows):
+    for row in rows:
+        if row.other is not None:
+            assert row.slowdown is not None, row
+            assert row.slowdown <= 1.02 * row.other, row
