@@ -98,7 +98,7 @@ class Rate:
         slowdown: Time of `auto`'s plan over the plain step's; None where it has none.
         best: The fastest other policy; empty where none fits.
         other: Its time, likewise.
-        plan_s: Seconds in which `auto` plans, over those that it takes without a link.
+        planning: Seconds in which `auto` plans, over those that it takes without a link.
     """
 
     net: str
@@ -106,7 +106,7 @@ class Rate:
     slowdown: float | None
     best: str
     other: float | None
-    plan_s: float
+    planning: float
 
 
 def moving_policies() -> list[str]:
@@ -249,17 +249,17 @@ def figures(
     *,
     nets: Sequence[str] = tuple(NETS),
     published: Sequence[str] = tuple(PUBLISHED),
-    small: Sequence[str] = tuple(EVERY_NET),
+    linked: Sequence[str] = tuple(EVERY_NET),
     rounds: int = ROUNDS,
     disk: Path = IN_MEMORY,
 ) -> Iterator[Row | Least | Rate]:
-    """Every policy at ratio 1, `auto` at all ratios, and least peaks.
+    """Every policy at ratio 1, `auto` at all ratios, least peaks, and rates.
 
     Args:
         tables: Which.
         nets: Of the measured ones.
         published: Of the least peaks.
-        small: Of the rates.
+        linked: Of the rates.
         rounds: How often each plan is timed.
         disk: Where the disk's file is.
     """
@@ -273,7 +273,7 @@ def figures(
     import_torchvision()
     for name in published if "least" in tables else ():
         yield from least_peaks(name)
-    for name in small if "rates" in tables else ():
+    for name in linked if "rates" in tables else ():
         yield from rates(name)
 
 
@@ -297,7 +297,7 @@ def _least(found: Figures) -> str:
 
 def _rate(row: Rate) -> str:
     own, other = (f"x{found:.3f}" if found else "-" for found in (row.slowdown, row.other))
-    return f"{row.net} | {row.ratio:g} | {own} | {other} | {row.best} | x{row.plan_s:.1f}"
+    return f"{row.net} | {row.ratio:g} | {own} | {other} | {row.best} | x{row.planning:.1f}"
 
 
 def _cell(row: Least) -> str:
@@ -312,7 +312,7 @@ RATIO_HEAD = "net | rate | peak (predicted) | wall | predicted | processor | mov
 RATIO_TABLE = table(Row, RATIO_HEAD, RATIO, lambda row: row.policy == "auto" and row.fits)
 RATES = table(Rate, "net | rate | auto | fastest other | policy | planning", _rate)
 TABLES = {"policies": _policies, "ratios": RATIO_TABLE, "least": _least, "rates": RATES}
-CHOICES = {"tables": tuple(TABLES), "nets": NETS, "published": PUBLISHED, "small": EVERY_NET}
+CHOICES = {"tables": tuple(TABLES), "nets": NETS, "published": PUBLISHED, "linked": EVERY_NET}
 KEY = ("net", "policy", "ratio")
 BENCHMARK = Benchmark("moving", figures, {"rows": Row, "least": Least, "rates": Rate}, TABLES, CHOICES, KEY)
 

@@ -7,8 +7,8 @@ use; unsaved values such as residual sums held as cheap checkpoints) repairs and
 changes, until the gap to the bound is closed to a quarter of a percent or an allowance of work is spent.
 
 Where values have codecs or links, the same search goes on from the best plan so far, from the plain step and from one
-that moves everything, with these as further choices of each value. Where the best plan waits for transfers, the search
-goes on from the plans of AutoTM and FlashNeuron, too. The bound knows recomputation alone.
+that moves everything, with these as further choices of each value. Where the best of these plans waits for transfers,
+the search goes on from the plans of AutoTM and FlashNeuron, too. The bound knows recomputation alone.
 
 The allowance is counted in work, not in seconds, so that the same trace gives the same plan everywhere; the clock only
 stops a search that takes far too long, and does not count the rounds, whose programs are limited in size.
@@ -57,9 +57,9 @@ CODECS_SHARE, LINKS_SHARE = 0.1, 0.5
 WORTH_OTHERS = 0.005
 # Of the plans of recomputation that take too much, so many are tried with swaps. Not tuned.
 N_SWAPPED = 16
-# Policies whose plans are taken, and searched from, where the best plan waits for transfers. There the search, which
-# moves as much as links hide, was 1.8 % slower than AutoTM's plan (DenseNet's blocks at 0.35, a fast link). Elsewhere
-# they win nothing, and took a quarter of the search's time on ResNet-152.
+# Policies whose plans are taken, and searched from, where the best plan so far that moves waits for transfers. There the
+# search, which moves as much as links hide, was 1.8 % slower than AutoTM's plan (DenseNet's blocks at 0.35, a fast
+# link). Elsewhere they win nothing, and took a quarter of the search's time on ResNet-152.
 MOVERS = ("autotm", "flashneuron")
 # Of the allowance, the share for one more plan for less.
 BELOW_SHARE = 0.2

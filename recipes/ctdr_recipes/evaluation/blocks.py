@@ -77,9 +77,9 @@ def _of_lists_too(forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
 def checkpoints_of(model: nn.Module) -> list[Checkpoints]:
     """The ways to checkpoint a network: its blocks, or segments of its longest chain.
 
-    Blocks are the modules of a class that is the network's own, has children and occurs at least
-    three times; each such class is one way. Of the class whose modules are the largest, the first quarter, half and
-    three quarters of the blocks are ways too. A network without such a class has chains of plain layers only.
+    Blocks are the modules of a class that is the network's own, has children and occurs at least three times; each such
+    class is one way. Of the class whose modules are the largest, the first quarter, half and three quarters of the
+    blocks are ways too. A network without such a class has chains of plain layers only.
 
     Args:
         model: The network.
