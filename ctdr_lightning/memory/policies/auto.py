@@ -57,8 +57,8 @@ CODECS_SHARE, LINKS_SHARE = 0.1, 0.5
 WORTH_OTHERS = 0.005
 # Of the plans of recomputation that take too much, so many are tried with swaps. Not tuned.
 N_SWAPPED = 16
-# Policies whose plans are taken, and searched from, where the best plan so far that moves waits for transfers. There the
-# search, which moves as much as links hide, was 1.8 % slower than AutoTM's plan (DenseNet's blocks at 0.35, a fast
+# Policies whose plans are taken, and searched from, where the best plan so far that moves waits for transfers. There
+# the search, which moves as much as links hide, was 1.8 % slower than AutoTM's plan (DenseNet's blocks at 0.35, a fast
 # link). Elsewhere they win nothing, and took a quarter of the search's time on ResNet-152.
 MOVERS = ("autotm", "flashneuron")
 # Of the allowance, the share for one more plan for less.
