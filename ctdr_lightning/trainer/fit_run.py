@@ -39,7 +39,7 @@ from ctdr_lightning.trainer.training_step.optimizer.replaced import ReplacedPara
 from ctdr_lightning.trainer.training_step.optimizer.states import OptimizerStates
 from ctdr_lightning.trainer.training_step.pipeline import StepRunner
 from ctdr_lightning.trainer.training_step.retry.retry import is_out_of_memory
-from ctdr_lightning.trainer.training_step.sub_batches.foreseen import exact_options, fits_in_parts, options_in_parts
+from ctdr_lightning.trainer.training_step.sub_batches.foreseen import exact_options, fits_in_parts, parts_means
 from ctdr_lightning.trainer.training_step.sub_batches.parts import can_be_cut
 from ctdr_lightning.trainer.training_step.sub_batches.sub_batches import SubBatches
 
@@ -82,7 +82,8 @@ class FitRun:
         self._replaced = ReplacedParameters()
         self.in_backward = StepInBackward(asked=options.optimizer_step == "in_backward")
         cut = options.sub_batches
-        self._sub_batches = SubBatches(cut, self.memory, refusal) if cut is not None else None
+        norms = bool(options.batch_norm_in_parts)
+        self._sub_batches = SubBatches(cut, self.memory, batch_norm=norms, refusal=refusal) if cut is not None else None
         self.steps = StepRunner(
             self.memory, self.in_backward, self._sub_batches, self.coach, retries=options.retry_on_oom
         )
@@ -98,7 +99,7 @@ class FitRun:
     def by_exact_means(
         cls, options: CallbackOptions, trainer: Trainer, module: LightningModule, error: InfeasibleBudgetError
     ) -> FitRun:
-        """A run with dense layers and one more exact means, for a budget that no ranks and plan keep.
+        """A run with dense layers and one more means, for a budget that no plan of a whole batch keeps.
 
         Args:
             options: The callback's arguments.
@@ -218,8 +219,8 @@ class FitRun:
             return None
         automatic = self._options.fits_budget and self._options.choices is None
         account = partial(candidate_account, trainer, self._options)
-        may_cut = partial(_may_cut, self._options, trainer, module)
-        self._choice = AutoRank(trainer, self._options, account, may_cut, fits_in_parts) if automatic else None
+        parts = partial(_parts_means, self._options, trainer, module)
+        self._choice = AutoRank(trainer, self._options, account, parts, fits_in_parts) if automatic else None
         return self._choice or TrainingData(trainer)
 
     def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
@@ -392,6 +393,6 @@ class FitRun:
             self.coach.load_state_dict(state.recovery)
 
 
-def _may_cut(options: CallbackOptions, trainer: Trainer, module: LightningModule, batch: Any) -> bool:
-    """Whether a batch may run in parts."""
-    return options_in_parts(options, trainer, module) is not None and can_be_cut(batch)
+def _parts_means(options: CallbackOptions, trainer: Trainer, module: LightningModule, batch: Any) -> str:
+    """The kind of parts that a batch may run in; empty for none."""
+    return parts_means(options, trainer, module) if can_be_cut(batch) else ""

@@ -85,6 +85,9 @@ class Memory:
             the same weights to the bit; None steps after the backward.
         sub_batches: In how many parts each batch runs, one after the other, with the gradients of the whole up to
             rounding: a number, ``"auto"`` for the fewest that fit ``memory_budget``, or None for the whole batch.
+        batch_norm_in_parts: Whether batches may run in parts though BatchNorm then normalises each part by itself, as
+            it does under DDP on several GPUs. None allows parts of 16 samples or more, before layers are cut, where no
+            exact means keeps a ``memory_budget`` given alone.
         rounding: Whether what changes results by rounding may be done unasked, where the budget needs it: large linear
             layers whose output is left out while its cross entropy is taken in chunks, modules that run in tiles, and
             batches in parts. False gives the results of a run without a budget, to the bit.
@@ -115,6 +118,7 @@ class Memory:
     optimizer_state: str | None = None
     optimizer_step: str | None = None
     sub_batches: int | str | None = None
+    batch_norm_in_parts: bool | None = None
     rounding: bool = True
     keep_gradients: bool | None = None
     over_budget: str = "auto"
@@ -132,10 +136,10 @@ class Memory:
         check_verify(self.verify)
         for name in ("rounding", "retry_on_oom", "allow_untested"):
             boolean(name, getattr(self, name))
-        if self.keep_gradients is not None and not isinstance(self.keep_gradients, bool):
-            raise ConfigError(
-                f"keep_gradients must be True, False or None, got {self.keep_gradients!r}.", "Write one of them."
-            )
+        for name in ("batch_norm_in_parts", "keep_gradients"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
+                raise ConfigError(f"{name} must be True, False or None, got {value!r}.", "Write one of them.")
         if self.over_budget not in OVER_BUDGET:
             raise ConfigError(f"over_budget={self.over_budget!r} is not known.", f"Valid: {', '.join(OVER_BUDGET)}.")
 

@@ -20,6 +20,7 @@ from ctdr_lightning.trainer.groups import Memory, Ranks, grouped
 
 AUTO, IF_NEEDED = "auto", "if_needed"
 ELSEWHERE, IN_PARTS = "elsewhere", "in parts"  # exact means to keep a budget that no plan of a whole step keeps
+NORMS_IN_PARTS = "in parts, each normalised by itself"  # not exact, but it loses less than a cut
 
 
 @dataclass(frozen=True, kw_only=True)

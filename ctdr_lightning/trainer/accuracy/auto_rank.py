@@ -25,7 +25,7 @@ from ctdr_lightning.memory.simulator.actions import Offload
 from ctdr_lightning.trainer.accuracy.kept_choice import KeptChoice, question_of
 from ctdr_lightning.trainer.accuracy.training_data import TrainingData
 from ctdr_lightning.trainer.fake_trainer import optimizers_of
-from ctdr_lightning.trainer.options import ELSEWHERE, IN_PARTS, CallbackOptions
+from ctdr_lightning.trainer.options import ELSEWHERE, IN_PARTS, NORMS_IN_PARTS, CallbackOptions
 from ctdr_lightning.trainer.randomness import isolated
 
 AccountOf = Callable[[Optimizer | None, Any, Trace, nn.Module], BatchAccount]
@@ -41,7 +41,8 @@ class AutoRank(TrainingData):
         options: The callback's.
         account: From the optimizer, the first batch, a candidate's recorded step and the candidate to the account of
             a batch.
-        may_cut: From the first batch to whether it may run in parts where no plan of the dense step fits.
+        parts: From the first batch to the kind of parts that it may run in where no plan of the dense step fits;
+            empty for none.
         fits_in_parts: From trainer, copy, batch, step, a part's account and budget to whether parts keep the budget.
 
     Attributes:
@@ -53,11 +54,11 @@ class AutoRank(TrainingData):
         trainer: Any,
         options: CallbackOptions,
         account: AccountOf,
-        may_cut: Callable[[Any], bool],
+        parts: Callable[[Any], str],
         fits_in_parts: Callable[..., bool],
     ) -> None:
         super().__init__(trainer)
-        self._asked, self._account, self._may_cut, self._fits = options, account, may_cut, fits_in_parts
+        self._asked, self._account, self._parts, self._fits = options, account, parts, fits_in_parts
         self.fit: BudgetFit | None = None
         self._slowdown_elsewhere: float | None = None
 
@@ -88,40 +89,43 @@ class AutoRank(TrainingData):
         self, double: LightningModule, batches: Sequence[Any], step: Callable[[Any, Any], Any], options: Any
     ) -> Report:
         asked, first, optimizer = self._asked, batches[0][1], _optimizer(double)
-        account, in_parts = partial(self._account, optimizer, first), self._may_cut(first)
+        account, parts = partial(self._account, optimizer, first), self._parts(first)
         question = question_of(self._trainer, asked, double, optimizer, first)
         kept = KeptChoice(self._trainer, question, shown=asked.verbose)
         ask = partial(
             fit_to_budget, double, partial(_loss, self._trainer, step), batches, asked.memory_budget,
             max_slowdown=asked.max_slowdown, max_loss=asked.max_loss, method=asked.method, select=asked.select,
             metric=self._metric(double), progress=asked.verbose, prefer_dense=asked.prefers_dense,
-            rounding=asked.rounding, tiles=asked.prefers_dense and not in_parts, account=account,
-            spare=partial(self._exact_means, double, batches[0], account, in_parts),
+            rounding=asked.rounding, tiles=asked.prefers_dense and parts != IN_PARTS, account=account,
+            spare=partial(self._spare_means, double, batches[0], account, parts),
         )  # fmt: skip
         self.fit = kept.answer(lambda given: ask(given=given))
         return self.fit.report
 
-    def _exact_means(
+    def _spare_means(
         self,
         double: LightningModule,
         numbered: tuple[int, Any],
         account: Account,
-        may_cut: bool,
+        parts: str,
         step: PricedStep,
         dense: Trace,
         budget_bytes: int,
         slowdown: float,
     ) -> str:
-        """Tensors that wait elsewhere where the time allows it; at any time parts, and else these tensors again."""
+        """Tensors that wait elsewhere where the time allows it; at any time exact parts, these tensors, other parts."""
         if self._slowdown_elsewhere is None:
             self._slowdown_elsewhere = self._elsewhere(dense, partial(account, dense, double), budget_bytes)
         if self._slowdown_elsewhere <= slowdown < math.inf:
             return ELSEWHERE
         if slowdown < math.inf:
             return ""
-        if may_cut and self._fits_in_parts(double, numbered, account, step, budget_bytes):
-            return IN_PARTS
-        return ELSEWHERE if self._slowdown_elsewhere < math.inf else ""
+        waits = self._slowdown_elsewhere < math.inf
+        if not parts or (waits and parts == NORMS_IN_PARTS):
+            return ELSEWHERE if waits else ""
+        if self._fits_in_parts(double, numbered, account, step, budget_bytes):
+            return parts
+        return ELSEWHERE if waits else ""
 
     def _elsewhere(self, dense: Trace, account: Callable[[], BatchAccount], budget_bytes: int) -> float:
         """Time of the dense step whose tensors wait off the device, in plain ones; infinite where no such plan fits."""

@@ -32,7 +32,8 @@ from ctdr_lightning.trainer.training_step.bytes_beside import BytesBeside
 from ctdr_lightning.trainer.training_step.device import tensors_of
 from ctdr_lightning.trainer.training_step.optimizer.resident import gradient_sizes, local_bytes, state_bytes
 from ctdr_lightning.trainer.training_step.shared_plans import SharedPlans
-from ctdr_lightning.trainer.training_step.sub_batches.checks import batch_norm_of, sub_batch_hindrance
+from ctdr_lightning.trainer.training_step.sub_batches.batch_norm import LEAST_ASKED, batch_norm_of
+from ctdr_lightning.trainer.training_step.sub_batches.checks import sub_batch_hindrance
 from ctdr_lightning.trainer.training_step.sub_batches.parts import can_be_cut, n_samples
 from ctdr_lightning.trainer.training_step.sub_batches.peaks import SubBatchPeaks, fake_steps
 
@@ -174,7 +175,7 @@ class BatchPlanner:
         return self.budget_bytes, self._beside.optimizer
 
     def fewest_sub_batches(self, inputs: Any, *, more_than: int = 0) -> int:
-        """In how few sub-batches a batch fits the budget; where it never does, as many as it has samples.
+        """In how few sub-batches a batch fits the budget; where it never does, as many as there may be.
 
         Args:
             inputs: The arguments of the step, the batch first.
@@ -187,7 +188,8 @@ class BatchPlanner:
         if not more_than:
             self.look_for_outputs(inputs)
             with one_bar(self._shown), doing("count sub-batches"):
-                number = self._sub_batch_peaks(inputs).fewest() or samples
+                peaks = self._sub_batch_peaks(inputs)
+                number = peaks.fewest() or peaks.most
         if number > 1:
             self._sizes_of_parts.update({samples // number, -(-samples // number)})
         return number
@@ -293,7 +295,8 @@ class BatchPlanner:
             return self._beside.account_of_part(self._on_machine(recorded(inputs)), module, inputs)
 
         sizes = gradient_sizes(module)
-        return SubBatchPeaks(account, sizes, inputs, self.budget_bytes, self._options.policy)
+        least = LEAST_ASKED if batch_norm_of(module) else 1
+        return SubBatchPeaks(account, sizes, inputs, self.budget_bytes, self._options.policy, least)
 
     @property
     def _shown(self) -> bool:

@@ -231,7 +231,7 @@ def noisy(logits, classes):
 @pytest.mark.parametrize(
     ("made", "options"),
     [
-        (partial(Sorter, norm=nn.BatchNorm1d), {}),
+        (partial(Sorter, norm=nn.BatchNorm1d), {"memory": {"batch_norm_in_parts": False}}),
         (partial(Sorter, loss=noisy), {}),
         (partial(Sorter, loss=summed), {}),
         (Sorter, {"max_slowdown": 1.5, "memory": {"rounding": False}}),

@@ -18,6 +18,7 @@ from ctdr_lightning.trainer.training_step.optimizer.gradient_readers import grad
 from ctdr_lightning.trainer.training_step.optimizer.in_backward import loop_hindrance
 from ctdr_lightning.trainer.training_step.retry.snapshot import Snapshot
 from ctdr_lightning.trainer.training_step.retry.write_guard import CannotRepeatError, WriteGuard
+from ctdr_lightning.trainer.training_step.sub_batches.batch_norm import BY_BATCH
 from ctdr_lightning.trainer.training_step.sub_batches.parts import cut, n_samples, parts_of
 
 # In two parts, of three and two samples: uneven, so that a loss to which sizes matter is noticed, and larger than a
@@ -28,8 +29,8 @@ _GROUPS = 4
 # Of the loss. Sums over samples are off by half of it; rounding in single precision stays below a millionth, in
 # half precision below a hundredth.
 _TOLERANCE, _TOLERANCE_HALF = 1e-3, 2e-2
-_BY_BATCH = nn.modules.batchnorm._BatchNorm
-_DRAWS = (nn.modules.dropout._DropoutNd, nn.MultiheadAttention, nn.RNNBase)
+# Dropout, and BatchNorm where parts may be normalised by themselves: losses of parts differ with these.
+_BY_CHANCE = (nn.modules.dropout._DropoutNd, nn.MultiheadAttention, nn.RNNBase, BY_BATCH)
 Step = Callable[[Any], Any]
 
 
@@ -50,22 +51,11 @@ def sub_batch_hindrance(trainer: Any, module: LightningModule) -> str:
     return f"{reader} reads the last step's gradients" if reader else reason
 
 
-def batch_norm_of(module: nn.Module) -> str:
-    """The name and class of the first BatchNorm that normalises by its batch; empty if there is none.
-
-    Example:
-        >>> batch_norm_of(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
-        '1 (BatchNorm1d)'
-    """
-    found = ((name, part) for name, part in module.named_modules() if isinstance(part, _BY_BATCH))
-    by_batch = (f"{name} ({type(part).__name__})" for name, part in found if part.training or part.running_mean is None)
-    return next(by_batch, "")
-
-
 def check_mean(module: LightningModule, step: Step, batch: Any, *, half: bool) -> str:
     """Compare the losses of some samples with the means of the losses of parts of them, and put everything back.
 
-    Dropout is off meanwhile. Where the loss is still another one each time, the whole module is in evaluation mode.
+    Dropout and BatchNorm are in evaluation mode meanwhile. Where the loss is still another one each time, the whole
+    module is.
 
     Args:
         module: The model.
@@ -104,8 +94,8 @@ def _firsts(n: int) -> list[int]:
 
 
 def _compare(module: LightningModule, step: Step, few: Any, tolerance: float) -> str:
-    draws: list[nn.Module] = [part for part in module.modules() if isinstance(part, _DRAWS)]
-    for silenced in (draws, list(module.modules())):
+    by_chance: list[nn.Module] = [part for part in module.modules() if isinstance(part, _BY_CHANCE)]
+    for silenced in (by_chance, list(module.modules())):
         with _evaluating(silenced):
             whole, again = _loss(step, few), _loss(step, few)
             if not _near(whole, again, [whole], tolerance):

@@ -10,26 +10,24 @@ from lightning.pytorch import LightningModule
 
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.memory.account.batch import BatchAccount
-from ctdr_lightning.trainer.options import ELSEWHERE, CallbackOptions
+from ctdr_lightning.trainer.options import ELSEWHERE, IN_PARTS, NORMS_IN_PARTS, CallbackOptions
 from ctdr_lightning.trainer.training_step.optimizer.resident import gradient_sizes
-from ctdr_lightning.trainer.training_step.sub_batches.checks import (
-    batch_norm_of,
-    check_mean,
-    computes_in_half,
-    sub_batch_hindrance,
-)
+from ctdr_lightning.trainer.training_step.sub_batches.batch_norm import LEAST_SAMPLES, batch_norm_of
+from ctdr_lightning.trainer.training_step.sub_batches.checks import check_mean, computes_in_half, sub_batch_hindrance
 from ctdr_lightning.trainer.training_step.sub_batches.peaks import SubBatchPeaks
 
 _IN_PARTS = "batches run in parts: exact if their loss is a mean over samples"
+_NORMS = "batches run in parts, each of which BatchNorm normalises by itself, as under DDP on several GPUs"
 _ELSEWHERE = "tensors that do not fit wait off the device, which is exact"
 
 
 def exact_options(
     options: CallbackOptions, trainer: Any, module: LightningModule, error: InfeasibleBudgetError
 ) -> tuple[CallbackOptions, str] | None:
-    """The arguments for dense layers and one more exact means, and this in words; None where there is none.
+    """The arguments for dense layers and one more means than plans, and this in words; None where there is none.
 
-    Batches whose tensors may wait elsewhere run whole wherever they fit so.
+    Batches whose tensors may wait elsewhere run whole wherever they fit so. All means are exact but for BatchNorm in
+    parts, which the error has to name.
 
     Args:
         options: The callback's.
@@ -38,23 +36,28 @@ def exact_options(
         error: The refusal of the whole batch on its device.
     """
     moved = options.elsewhere(trainer.strategy.root_device.type) if error.means == ELSEWHERE else None
-    cut = options_in_parts(options, trainer, module)
+    means = parts_means(options, trainer, module)
+    cut = options.in_parts() if means == IN_PARTS or (means and error.means == means) else None
     if moved is not None:
         return replace(moved, sub_batches="auto" if cut is not None else None), _ELSEWHERE
-    return (cut, _IN_PARTS) if cut is not None else None
+    if cut is None:
+        return None
+    return (cut, _IN_PARTS) if means == IN_PARTS else (replace(cut, batch_norm_in_parts=True), _NORMS)
 
 
-def options_in_parts(options: CallbackOptions, trainer: Any, module: LightningModule) -> CallbackOptions | None:
-    """The arguments for batches in parts; None where an argument, the module or the trainer speaks against these.
+def parts_means(options: CallbackOptions, trainer: Any, module: LightningModule) -> str:
+    """``IN_PARTS``, or ``NORMS_IN_PARTS``; empty where an argument, the module or the trainer speaks against parts.
 
     Args:
         options: The callback's.
         trainer: About to train.
         module: The model.
     """
-    cut = options.in_parts()
-    hindered = cut is None or batch_norm_of(module) or sub_batch_hindrance(trainer, module)
-    return None if hindered else cut
+    if options.in_parts() is None or sub_batch_hindrance(trainer, module):
+        return ""
+    if not batch_norm_of(module):
+        return IN_PARTS
+    return "" if options.batch_norm_in_parts is False else NORMS_IN_PARTS
 
 
 def fits_in_parts(
@@ -65,7 +68,9 @@ def fits_in_parts(
     account: Callable[[Any], BatchAccount],
     budget_bytes: int,
 ) -> bool:
-    """Whether a batch keeps a budget in parts, with the gradients of the whole: its loss is a mean over its samples.
+    """Whether a batch keeps a budget in parts whose loss is the mean over their samples.
+
+    Parts that BatchNorm normalises by themselves have 16 samples or more.
 
     Args:
         trainer: About to train.
@@ -77,7 +82,10 @@ def fits_in_parts(
     """
     with trainer.precision_plugin.train_step_context():
         half = computes_in_half(module.device.type, module.parameters())
-    peaks = SubBatchPeaks(lambda inputs: account(inputs[0][0]), gradient_sizes(module), ((batch,), {}), budget_bytes)
+    least = LEAST_SAMPLES if batch_norm_of(module) else 1
+    peaks = SubBatchPeaks(
+        lambda inputs: account(inputs[0][0]), gradient_sizes(module), ((batch,), {}), budget_bytes, least_samples=least
+    )
     try:
         unknown = check_mean(module, step, batch, half=half)
         return not unknown and peaks.fewest(whole=False) > 0

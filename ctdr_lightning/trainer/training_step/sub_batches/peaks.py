@@ -42,6 +42,7 @@ class SubBatchPeaks:
         inputs: The arguments of the whole batch's step.
         budget_bytes: The budget.
         policy: The memory policy's name.
+        least_samples: Fewest samples of a part.
     """
 
     def __init__(
@@ -51,9 +52,10 @@ class SubBatchPeaks:
         inputs: Inputs,
         budget_bytes: int,
         policy: str = "auto",
+        least_samples: int = 1,
     ) -> None:
         self._account_of, self._sizes, self._inputs = account, sizes, inputs
-        self._limit_bytes, self._policy = int(budget_bytes / _ROOM), policy
+        self._limit_bytes, self._policy, self._least_samples = int(budget_bytes / _ROOM), policy, least_samples
         self._peaks: dict[int, int] = {}
         self._known: dict[int, BatchAccount] = {}
 
@@ -61,6 +63,11 @@ class SubBatchPeaks:
     def n_samples(self) -> int:
         """Number of samples in the batch."""
         return n_samples(self._inputs[0][0])
+
+    @property
+    def most(self) -> int:
+        """The largest number of sub-batches, at least 1."""
+        return max(self.n_samples // self._least_samples, 1)
 
     def peak_bytes(self, number: int) -> int:
         """The peak in so many sub-batches, under the best plan; more than the budget where none fits.
@@ -86,10 +93,9 @@ class SubBatchPeaks:
         """
         if whole and self._fits(1):
             return 1
-        most = self.n_samples
-        if (
-            self.account(most).floor_bytes > self._limit_bytes
-        ):  # weights alone, perhaps: each other number is a recording
+        most = self.most
+        # weights alone exceed it, perhaps: each other number is a recording
+        if (most == 1 and not whole) or self.account(most).floor_bytes > self._limit_bytes:
             return 0
         # tight plans take seconds: numbers that no plan can meet are skipped first
         least = largest(lambda number: self.account(number).floor_bytes > self._limit_bytes, 1, most) + 1

@@ -24,12 +24,8 @@ from ctdr_lightning.trainer.training_step.events import BatchesCut
 from ctdr_lightning.trainer.training_step.layers import Backward, Chain, Layer, Step, loss_of
 from ctdr_lightning.trainer.training_step.memory_stage import MemoryStage
 from ctdr_lightning.trainer.training_step.optimizer.resident import begins_sum
-from ctdr_lightning.trainer.training_step.sub_batches.checks import (
-    batch_norm_of,
-    check_mean,
-    computes_in_half,
-    sub_batch_hindrance,
-)
+from ctdr_lightning.trainer.training_step.sub_batches.batch_norm import LEAST_ASKED, RunningStatistics, batch_norm_of
+from ctdr_lightning.trainer.training_step.sub_batches.checks import check_mean, computes_in_half, sub_batch_hindrance
 from ctdr_lightning.trainer.training_step.sub_batches.joined import JoinedLogs, detached_output, joined_output
 from ctdr_lightning.trainer.training_step.sub_batches.parts import Part, n_samples, parts_of
 
@@ -43,20 +39,24 @@ class SubBatches(Layer):
     Args:
         asked: How many sub-batches each batch has; ``"auto"`` for the fewest that fit the budget.
         memory: Knows how many these are.
+        batch_norm: Whether BatchNorm may normalise each part by itself.
         refusal: Raised in the place of an obstacle, where nobody asked for sub-batches.
 
     Attributes:
         logs: Logs of the sub-batches.
     """
 
-    def __init__(self, asked: int | str, memory: MemoryStage, refusal: InfeasibleBudgetError | None = None) -> None:
-        self._asked, self._memory, self._refusal = asked, memory, refusal
+    def __init__(
+        self, asked: int | str, memory: MemoryStage, *, batch_norm: bool, refusal: InfeasibleBudgetError | None
+    ) -> None:
+        self._asked, self._memory, self._batch_norm, self._refusal = asked, memory, batch_norm, refusal
         self.logs = JoinedLogs()
         self._numbers: dict[Hashable, int] = {}
         self._last: Hashable = None
         self._n_too_large = 0
         self._outgrown: set[Hashable] = set()
         self._held: list[tuple[nn.Parameter, Tensor]] = []
+        self._statistics: RunningStatistics | None = None
         self._checked = False
 
     def check(self, trainer: Any, module: LightningModule) -> None:
@@ -73,6 +73,7 @@ class SubBatches(Layer):
         """Leave a batch that is under way."""
         self.logs.close()
         self._held = []
+        self._end_statistics()
 
     def forward(self, step: Step, rest: Chain) -> Any:
         """Run ``training_step`` on a batch, in parts.
@@ -104,19 +105,25 @@ class SubBatches(Layer):
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
                 del gradient
         rest(loss)
+        if self._statistics is not None:
+            self._statistics.backward_done()
 
     def _in_parts(self, step: Step, rest: Chain, parts: list[Part]) -> Any:
-        joined, module = _Joined([part.share for part in parts], self.logs), step.module
+        shares, module = [part.share for part in parts], step.module
+        statistics = self._statistics = RunningStatistics(module, shares)
+        joined = _Joined(shares, self.logs, statistics.ran)
         (_, *more), named = step.inputs
         # batches before it may have had no loss
         fresh = begins_sum(module.trainer) or all(parameter.grad is None for parameter in module.parameters())
         if fresh:
             _free_gradients(module)
         for index, part in enumerate(parts):
+            statistics.begin(index)
             run, finish = partial(self._logged, index, step.run), partial(joined.take, index)
             inputs = (part.batch, *more), named
             output = rest.forward(replace(step, run=run, inputs=inputs, finish=finish, later=index > 0))
             if output is None:  # Lightning skips such a batch
+                self._end_statistics()
                 _skip(module, index, fresh=fresh)
                 self.logs.tell(joined.shares)
                 return None
@@ -126,6 +133,11 @@ class SubBatches(Layer):
                 rest.done()
         self._held = _taken(module) if fresh else []
         return output
+
+    def _end_statistics(self) -> None:
+        if self._statistics is not None:
+            self._statistics.end()
+        self._statistics = None
 
     def _logged(self, index: int, inner: Run, *args: Any, **kwargs: Any) -> Any:
         self.logs.begin(index)
@@ -161,8 +173,9 @@ class SubBatches(Layer):
         n = n_samples(inputs[0][0] if inputs[0] else None)
         if n < 2 and not self._numbers and self._asked != "auto":
             raise ConfigError(f"sub_batches={self._asked!r} is impossible: the batch has {n} sample.", _HINT)
+        most = n // LEAST_ASKED if batch_norm_of(module) else n
         number = (
-            min(self._asked, n) if isinstance(self._asked, int) else self._memory.planner.fewest_sub_batches(inputs)
+            min(self._asked, most) if isinstance(self._asked, int) else self._memory.planner.fewest_sub_batches(inputs)
         )
         if number > 1:
             self._check_batch(module, inner, inputs)
@@ -171,10 +184,11 @@ class SubBatches(Layer):
 
     def _check_batch(self, module: LightningModule, inner: Run, inputs: Any) -> None:
         found = batch_norm_of(module)
-        if found:
+        if found and not self._batch_norm:
             raise ConfigError(
                 f"sub_batches={self._asked!r} is not supported: {found} normalises each sample by its whole batch.",
-                "Use GroupNorm or LayerNorm, put it in evaluation mode, or leave sub_batches out.",
+                "Write memory=Memory(batch_norm_in_parts=True) to have each part normalised by itself, use GroupNorm "
+                "or LayerNorm, put it in evaluation mode, or leave sub_batches out.",
             )
         if self._checked:
             return
@@ -198,8 +212,8 @@ class SubBatches(Layer):
 class _Joined:
     """Results of the sub-batches of one batch."""
 
-    def __init__(self, shares: list[float], logs: JoinedLogs) -> None:
-        self.shares, self._logs = shares, logs
+    def __init__(self, shares: list[float], logs: JoinedLogs, ran: Callable[[], None]) -> None:
+        self.shares, self._logs, self._ran = shares, logs, ran
         self._sums: list[Tensor] = []
         self._outputs: list[tuple[float, Any]] = []
 
@@ -211,6 +225,8 @@ class _Joined:
             the result of the whole batch's step.
         """
         del self._sums[index:], self._outputs[index:]
+        with no_dispatch_modes():
+            self._ran()
         loss = loss_of(output)
         if loss is None:
             return None
