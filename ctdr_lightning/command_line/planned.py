@@ -21,7 +21,7 @@ from ctdr_lightning.command_line.in_tables import budgets, layers
 from ctdr_lightning.command_line.named import build_model
 from ctdr_lightning.command_line.pages import write_plan_page
 from ctdr_lightning.command_line.steps import step_of
-from ctdr_lightning.command_line.sub_batches import read_number, sub_batch_peaks
+from ctdr_lightning.command_line.sub_batches import parts_in_words, read_number, sub_batch_peaks
 from ctdr_lightning.decomposition import METHODS, Report, decompose
 from ctdr_lightning.memory import POLICIES, Plan, max_batch, plan, record_fake, simulate
 from ctdr_lightning.memory.account.batch import BatchAccount
@@ -92,10 +92,7 @@ def _advised(
     found = place_that_fits(account, limit_bytes, options.places, policy, options.device)
     if found is None and options.sub_batches is None:
         print("ctdr: the budget does not fit the whole batch; looking for a number of sub-batches ...", file=sys.stderr)
-        try:
-            found = _sub_batches(options, step, batch).change()
-        except ConfigError:  # the gradients would be others
-            return error
+        found = _sub_batches(options, step, batch).change()
     return error if found is None else error.but_first(found.as_option)
 
 
@@ -134,11 +131,9 @@ def _recorded(options: argparse.Namespace, step: _Step, batch: Any) -> tuple[Bat
         raise ConfigError("--sub-batches auto needs a budget to fit.", "Give --budget, or a number.")
     asked = read_number(options.sub_batches)
     peaks = _sub_batches(options, step, batch)
-    samples = peaks.n_samples
-    number = min((peaks.fewest() or samples) if isinstance(asked, str) else asked, samples)
+    number = min((peaks.fewest() or peaks.most) if isinstance(asked, str) else asked, peaks.most)
     options.sub_batches = str(number)  # so that the dense step is split the same way
-    parts = f"The batch of {samples} runs as {number} sub-batches of {-(-samples // number)} samples or less.\n"
-    return peaks.account(number), parts if number > 1 else f"The batch of {samples} runs whole.\n"
+    return peaks.account(number), parts_in_words(step.model, peaks.n_samples, number)
 
 
 def _sub_batches(options: argparse.Namespace, step: _Step, batch: Any) -> SubBatchPeaks:

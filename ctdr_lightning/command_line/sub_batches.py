@@ -42,19 +42,26 @@ def sub_batch_peaks(
         account: From a batch to its account, on its machine.
         budget_bytes: The budget.
         policy: The memory policy's name.
-
-    Raises:
-        ConfigError: If the model normalises each sample by its whole batch.
     """
     # imported late: they import Lightning, which plans of whole batches can do without
-    from ctdr_lightning.trainer.training_step.sub_batches.checks import batch_norm_of
+    from ctdr_lightning.trainer.training_step.sub_batches.batch_norm import LEAST_ASKED, batch_norm_of
     from ctdr_lightning.trainer.training_step.sub_batches.peaks import SubBatchPeaks
 
-    by_batch = batch_norm_of(model)
-    if by_batch:
-        raise ConfigError(
-            f"--sub-batches is not supported here: {by_batch} normalises each sample by its whole batch.",
-            "Use GroupNorm or LayerNorm, or leave --sub-batches out.",
-        )
-    sizes = [p.nbytes for p in model.parameters() if p.requires_grad]
-    return SubBatchPeaks(lambda inputs: account(inputs[0][0]), sizes, ((batch,), {}), budget_bytes, policy)
+    sizes, least = [p.nbytes for p in model.parameters() if p.requires_grad], LEAST_ASKED if batch_norm_of(model) else 1
+    return SubBatchPeaks(lambda inputs: account(inputs[0][0]), sizes, ((batch,), {}), budget_bytes, policy, least)
+
+
+def parts_in_words(model: nn.Module, samples: int, number: int) -> str:
+    """A line on the parts of a batch, and one on BatchNorm, which then normalises each of them by itself.
+
+    Example:
+        >>> print(parts_in_words(nn.Linear(4, 4), 6, 2), end="")
+        The batch of 6 runs as 2 sub-batches of 3 samples or less.
+    """
+    from ctdr_lightning.trainer.training_step.sub_batches.batch_norm import batch_norm_of
+
+    if number < 2:
+        return f"The batch of {samples} runs whole.\n"
+    norm = batch_norm_of(model)
+    apart = f"{norm} normalises each by itself, which memory=Memory(batch_norm_in_parts=True) allows.\n" if norm else ""
+    return f"The batch of {samples} runs as {number} sub-batches of {-(-samples // number)} samples or less.\n{apart}"

@@ -14,7 +14,7 @@ MEMORY = "memory=Memory"  # the group of the callback's arguments
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An argument that makes a batch smaller and leaves every result unchanged.
+    """An argument that makes a batch smaller, and leaves every result unchanged unless its note says otherwise.
 
     Attributes:
         owner: The call that takes the argument.

@@ -26,6 +26,7 @@ from ctdr_lightning.trainer.strategies import check_strategy, is_sharded
 from ctdr_lightning.trainer.structure import factorized_names
 from ctdr_lightning.trainer.training_step.optimizer.in_backward import hindrance
 from ctdr_lightning.trainer.training_step.optimizer.resident import gradient_sizes, local_bytes
+from ctdr_lightning.trainer.training_step.sub_batches.batch_norm import batch_norm_of
 from ctdr_lightning.trainer.training_step.sub_batches.peaks import SubBatchPeaks
 
 # As for a budget that is asked for: 1 % to spare.
@@ -88,7 +89,9 @@ class Adviser:
             yield Change(MEMORY, "rounding", True, lean, peak_bytes, ", with steps that are the same up to rounding")
         found = self.sub_batches.change() if self.sub_batches is not None else None
         if found is not None:
-            yield replace(found, value="auto", note=f" in {found.value} sub-batches")
+            norm = batch_norm_of(self.module)
+            beside = f", and batch_norm_in_parts=True, so that {norm} normalises each by itself" if norm else ""
+            yield replace(found, value="auto", note=f" in {found.value} sub-batches{beside}")
 
     def _settings(self, least_bytes: int) -> Iterator[Change]:
         if not self.account.in_backward:

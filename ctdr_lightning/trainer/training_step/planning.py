@@ -32,7 +32,7 @@ from ctdr_lightning.trainer.training_step.bytes_beside import BytesBeside
 from ctdr_lightning.trainer.training_step.device import tensors_of
 from ctdr_lightning.trainer.training_step.optimizer.resident import gradient_sizes, local_bytes, state_bytes
 from ctdr_lightning.trainer.training_step.shared_plans import SharedPlans
-from ctdr_lightning.trainer.training_step.sub_batches.batch_norm import LEAST_ASKED, batch_norm_of
+from ctdr_lightning.trainer.training_step.sub_batches.batch_norm import LEAST_ASKED, LEAST_SAMPLES, batch_norm_of
 from ctdr_lightning.trainer.training_step.sub_batches.checks import sub_batch_hindrance
 from ctdr_lightning.trainer.training_step.sub_batches.parts import can_be_cut, n_samples
 from ctdr_lightning.trainer.training_step.sub_batches.peaks import SubBatchPeaks, fake_steps
@@ -286,7 +286,7 @@ class BatchPlanner:
         recorded = fake_steps(module.trainer, module, lean_step)
         return self._beside.account_of_part(self._on_machine(recorded(inputs)), module, inputs)
 
-    def _sub_batch_peaks(self, inputs: Any) -> SubBatchPeaks:
+    def _sub_batch_peaks(self, inputs: Any, least_samples: int = LEAST_ASKED) -> SubBatchPeaks:
         assert self.budget_bytes is not None
         module = self._module
         recorded = fake_steps(module.trainer, module, self.lean_step)
@@ -295,7 +295,7 @@ class BatchPlanner:
             return self._beside.account_of_part(self._on_machine(recorded(inputs)), module, inputs)
 
         sizes = gradient_sizes(module)
-        least = LEAST_ASKED if batch_norm_of(module) else 1
+        least = least_samples if batch_norm_of(module) else 1
         return SubBatchPeaks(account, sizes, inputs, self.budget_bytes, self._options.policy, least)
 
     @property
@@ -305,7 +305,8 @@ class BatchPlanner:
 
     def _adviser(self, account: BatchAccount) -> Adviser:
         assert self.budget_bytes is not None
-        cut = self._sub_batch_peaks(self.inputs) if self._may_cut(self.inputs) else None
+        norms = self._options.batch_norm_in_parts is not False
+        cut = self._sub_batch_peaks(self.inputs, LEAST_SAMPLES) if self._may_cut(self.inputs, norms=norms) else None
         return Adviser(
             self._module.trainer, self._module, self._options, account, self.budget_bytes, cut, self._lean_account
         )
@@ -320,11 +321,12 @@ class BatchPlanner:
             return None
         return found.account if found is not None else None
 
-    def _may_cut(self, inputs: Any) -> bool:
-        """Whether a batch could run as sub-batches, and does not."""
+    def _may_cut(self, inputs: Any, *, norms: bool = False) -> bool:
+        """Whether a batch could run as sub-batches, and does not; ``norms``: each normalised by itself."""
         if inputs is None or self._options.cuts_hindrance("auto") or self._options.sub_batches is not None:
             return False
-        hindered = batch_norm_of(self._module) or sub_batch_hindrance(self._module.trainer, self._module)
+        by_batch = not norms and batch_norm_of(self._module)
+        hindered = by_batch or sub_batch_hindrance(self._module.trainer, self._module)
         return not hindered and can_be_cut(inputs[0][0])
 
     def _grows_smaller(self, account: BatchAccount) -> bool:

@@ -267,8 +267,16 @@ def test_batch_norm_is_refused_unless_it_is_frozen():
     frozen = [fit(Frozen(layer=batch_norm).train(), **options) for options in ({}, {"sub_batches": 2})]
     equal(*[seen.gradients for seen in frozen], 1e-4)
     with pytest.raises(InfeasibleBudgetError) as caught:
-        fit(Deep(layer=batch_norm), memory_budget="4MiB", loader=large())
+        fit(Deep(layer=batch_norm), memory_budget="4MiB", loader=large(), batch_norm_in_parts=False)
     assert "sub_batches" not in str(caught.value)
+
+
+def test_parts_that_batch_norm_normalises_by_themselves_are_advised():
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        fit(Deep(layer=batch_norm), memory_budget="4MiB", loader=large())
+    named = r"sub_batches='auto'\), with which it takes .* sub-batches, and batch_norm_in_parts=True, so that net.1 "
+    assert re.search(named, str(caught.value))
+    fit(Deep(layer=batch_norm), memory_budget="4MiB", loader=large(), sub_batches="auto", batch_norm_in_parts=True)
 
 
 class Manual(Deep):
