@@ -7,6 +7,11 @@ and BatchNorm re-estimation, without validation. The last way is a dense run of 
 that length, as fit into the time that the steps of the run with ``cut_epochs="auto"`` and the same seed took.
 
 The constants of the criterion were chosen by the scores of G, and the ranks of X and C; R judges them.
+
+Three networks with BatchNorm are also trained under budgets that no plan of the whole batch keeps, by a budget and no
+other argument: with batches in parts that BatchNorm normalises by themselves, and where that is forbidden.
+
+    python -m benchmarks.from_scratch C R U --ways "no budget" "budget" "budget, BatchNorm whole"
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import mean, median, stdev
 from time import thread_time
 from typing import Any, NamedTuple
@@ -26,8 +32,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from benchmarks.harness import Benchmark, table
+from benchmarks.one_number import Peaks
 from benchmarks.trained_nets import BY_ADAM, TASKS, CharacterGPT, Net, library_text
-from ctdr_lightning import CTDRCallback, Recovery
+from ctdr_lightning import CTDRCallback, Memory, Recovery
 
 RANK = 0.25
 
@@ -44,9 +51,12 @@ class Setting(NamedTuple):
     batches: int = 0
 
 
-SETTINGS = {"C": Setting(10), "X": Setting(20), "G": Setting(10, 40), "R": Setting(10)}
+SETTINGS = {"C": Setting(10), "X": Setting(20), "G": Setting(10, 40), "R": Setting(10), "U": Setting(10)}
 AUTO, SHORTER = 'cut_epochs="auto"', "dense, fewer epochs"
 WAYS = ("dense", "cut at 0", "cut at half", AUTO, SHORTER)
+UNBOUND, IN_PARTS, WHOLE = BUDGETED = ("no budget", "budget", "budget, BatchNorm whole")
+# Of the dense peak: below the least of all plans of the whole batch, above that of some cut.
+SHARES = {"C": 0.36, "R": 0.3, "U": 0.37}
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,7 @@ class Row:
         steps: Thread time of the steps of each seed's run, in that of its dense run.
         seconds: The same of the whole fit, cuts included.
         ratio: Times fewer parameters in the end.
+        budget: Share of the dense peak; 0 without a budget.
     """
 
     net: str
@@ -72,6 +83,7 @@ class Row:
     steps: list[float]
     seconds: list[float]
     ratio: float
+    budget: float = 0.0
 
 
 class Run(NamedTuple):
@@ -135,14 +147,8 @@ def train(name: str, way: str, number: int, epochs: int) -> Run:
     net, rate = _untrained(name)
     loader = _loader(net, SETTINGS[name].batches)
     module = Scratch(net, rate, epochs * len(loader))
-    cut_epochs = {"cut at half": [epochs // 2], AUTO: "auto"}.get(way)
-    recovery = Recovery(cut_epochs=cut_epochs)  # type: ignore[arg-type]
-    clock, ours = Clock(), None if way in ("dense", SHORTER) else _callback(recovery)
-    trainer = Trainer(
-        max_epochs=epochs, accelerator="cpu", callbacks=[clock, *filter(None, [ours])], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=5.0,
-        limit_val_batches=0,
-    )  # fmt: skip
+    clock, ours = Clock(), _callback(name, way, epochs)
+    trainer = _trainer(epochs, [clock, *filter(None, [ours])])
     torch.manual_seed(number)
     started_s = thread_time()
     trainer.fit(module, loader)
@@ -161,8 +167,29 @@ def _untrained(name: str) -> tuple[Net, float]:
     return Net("G", CharacterGPT(96, 64, width=96, depth=2), *texts, lambda tokens: tokens, 3e-4, is_text=True), 2e-3
 
 
-def _callback(recovery: Recovery) -> CTDRCallback:
-    return CTDRCallback(rank=RANK, recovery=recovery, policy="keep", verbose=False)
+def _trainer(epochs: int, callbacks: list[Callback], **options: Any) -> Trainer:
+    return Trainer(
+        max_epochs=epochs, accelerator="cpu", callbacks=callbacks, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=5.0, limit_val_batches=0, **options,
+    )  # fmt: skip
+
+
+def _callback(name: str, way: str, epochs: int) -> CTDRCallback | None:
+    if way in ("dense", SHORTER, UNBOUND):
+        return None
+    if way in BUDGETED:
+        memory = Memory(batch_norm_in_parts=False if way == WHOLE else None)
+        return CTDRCallback(memory_budget=int(SHARES[name] * _dense_bytes(name)), memory=memory, verbose=False)
+    cut_epochs: Any = {"cut at half": [epochs // 2], AUTO: "auto"}.get(way)
+    return CTDRCallback(rank=RANK, recovery=Recovery(cut_epochs=cut_epochs), policy="keep", verbose=False)
+
+
+@cache
+def _dense_bytes(name: str) -> int:
+    """Largest true peak of a batch without the callback."""
+    (net, rate), peaks = _untrained(name), Peaks()
+    _trainer(1, [peaks], limit_train_batches=8).fit(Scratch(net, rate, 8), _loader(net, 8))
+    return peaks.most_bytes
 
 
 def _loader(net: Net, batches: int) -> DataLoader:
@@ -207,17 +234,28 @@ def _epochs(name: str, way: str, runs: dict[str, list[Run]], number: int) -> int
 
 
 def _row(name: str, way: str, runs: dict[str, list[Run]]) -> Row:
-    own, dense = runs[way], runs["dense"]
+    own, dense = runs[way], runs["dense" if way in WAYS else UNBOUND]
     scores, losses, cuts, epochs, *_ = (list(column) for column in zip(*own, strict=True))
     pairs = list(zip(own, dense, strict=True))
     steps, seconds = ([run.steps_s / x.steps_s for run, x in pairs], [run.fit_s / x.fit_s for run, x in pairs])
-    return Row(name, way, scores, losses, cuts, epochs, steps, seconds, dense[0].parameters / own[0].parameters)
+    budget = SHARES[name] if way in (IN_PARTS, WHOLE) else 0.0
+    ratio = dense[0].parameters / own[0].parameters
+    return Row(name, way, scores, losses, cuts, epochs, steps, seconds, ratio, budget)
+
+
+def _score(row: Row) -> str:
+    spread = stdev(row.scores) if len(row.scores) > 1 else 0.0
+    digits = 3 if row.net == "G" else 2
+    return f"{mean(row.scores):.{digits}f} ± {spread:.{digits}f}" + (" nats" if row.net == "G" else " %")
+
+
+def _budget_line(row: Row) -> str:
+    cells = [row.net, row.way, f"{row.budget:.2f}" if row.budget else "", _score(row), f"{mean(row.losses):.4f}"]
+    return " | ".join([*cells, f"{median(row.steps):.2f}", f"{median(row.seconds):.2f}", f"{row.ratio:.1f}"])
 
 
 def _line(row: Row) -> str:
-    spread = stdev(row.scores) if len(row.scores) > 1 else 0.0
-    digits = 3 if row.net == "G" else 2
-    score = f"{mean(row.scores):.{digits}f} ± {spread:.{digits}f}" + (" nats" if row.net == "G" else " %")
+    score = _score(row)
     cuts = ", ".join(str(cut) for cut in row.cuts) if max(row.cuts) >= 0 else ""
     epochs = f"{min(row.epochs)}" if min(row.epochs) == max(row.epochs) else f"{min(row.epochs)} to {max(row.epochs)}"
     cells = [row.net, row.way, score, f"{mean(row.losses):.4f}", epochs, cuts, f"{median(row.steps):.2f}"]
@@ -228,10 +266,16 @@ HEAD = (
     "net |  | score | cross-entropy | epochs | cut before epoch | time of the steps | with the choice of ranks | "
     "times fewer parameters"
 )
-TABLE = table(Row, HEAD, _line)
-BENCHMARK = Benchmark(
-    "from_scratch", figures, {"rows": Row}, {"table": TABLE}, {"nets": SETTINGS, "ways": WAYS}, ("net", "way")
+BUDGET_HEAD = (
+    "net |  | budget / dense peak | score | cross-entropy | time of the steps | with the choice | "
+    "times fewer parameters"
 )
+TABLES = {
+    "table": table(Row, HEAD, _line, lambda row: row.way in WAYS),
+    "budget": table(Row, BUDGET_HEAD, _budget_line, lambda row: row.way in BUDGETED),
+}
+CHOICES = {"nets": SETTINGS, "ways": (*WAYS, *BUDGETED)}
+BENCHMARK = Benchmark("from_scratch", figures, {"rows": Row}, TABLES, CHOICES, ("net", "way"))
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

@@ -5,13 +5,18 @@ from itertools import product
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ctdr_lightning import CTDRCallback
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
+from ctdr_lightning.memory import Trace
+from ctdr_lightning.memory.account.batch import with_room
 from ctdr_lightning.trainer.groups import grouped
+from ctdr_lightning.trainer.options import CallbackOptions
+from ctdr_lightning.trainer.training_step.optimizer.candidate_account import candidate_account
+from ctdr_lightning.trainer.training_step.retry.snapshot import Snapshot
 from tests.parts import fit
 
 OPTIMIZERS = {
@@ -89,6 +94,15 @@ def check(optimizer, way, shares):
 )
 def test_what_is_chosen_is_accepted(optimizer, way):
     assert check(optimizer, way, (0.8,))
+
+
+@pytest.mark.parametrize("n_tensors", [0, 4, 64])
+def test_tensors_that_the_module_holds_are_copied_as_the_choice_counts(n_tensors):
+    """Four are below a MiB, 64 are above."""
+    module, batch, trainer = Net(torch.optim.Adam), next(iter(data())), Trainer(accelerator="cpu", logger=False)
+    module.seen = [torch.zeros(2**14) for _ in range(n_tensors)]
+    account = candidate_account(trainer, CallbackOptions(rank="auto"), None, batch, Trace((), (), (), 0), module)
+    assert account.copied_bytes == with_room(Snapshot({"module": module, "batch": batch}, set()).copied_bytes)
 
 
 def test_a_dense_net_is_chosen_where_it_fits():

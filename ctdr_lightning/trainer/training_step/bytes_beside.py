@@ -19,7 +19,7 @@ from ctdr_lightning.trainer.training_step.batch_meter import BatchMeter
 from ctdr_lightning.trainer.training_step.events import ClosureMeasured, GradientsRead, RestGrew
 from ctdr_lightning.trainer.training_step.optimizer.gradient_readers import gradient_reader
 from ctdr_lightning.trainer.training_step.optimizer.resident import gradient_sizes, local_bytes, state_bytes
-from ctdr_lightning.trainer.training_step.retry.snapshot import OPTIMIZERS, Snapshot
+from ctdr_lightning.trainer.training_step.retry.snapshot import MODULE, OPTIMIZERS, Snapshot
 from ctdr_lightning.trainer.training_step.surprises import Surprises
 
 # Grad norms, counters and the like: less is not worth another plan.
@@ -94,7 +94,7 @@ class BytesBeside:
         """
         copied_bytes = 0
         if self._options.retry_on_oom:
-            roots = {"module": module, "batch": inputs, OPTIMIZERS: module.trainer.optimizers}
+            roots = {MODULE: module, "batch": inputs, OPTIMIZERS: module.trainer.optimizers}
             copied_bytes = with_room(Snapshot(roots, set()).copied_bytes)
         account = replace(self.account(step), kept_bytes=0, copied_bytes=copied_bytes)
         adds = cast(Any, module.trainer).accumulate_grad_batches > 1

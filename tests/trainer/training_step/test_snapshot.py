@@ -66,6 +66,21 @@ def test_the_states_of_torchs_generators_count_among_the_copies():
     assert sum(held.nbytes for held in (*snapshot.copies, *snapshot.states)) == snapshot.copied_bytes
 
 
+def test_small_attributes_are_copied_unseen_unless_they_are_many():
+    """A module may hold its data; what of it a step writes is copied from then on."""
+    net = nn.Sequential(nn.BatchNorm1d(3))
+    net.seen = [torch.zeros(2**14) for _ in range(16)]  # a MiB
+    assert len(Snapshot({"module": net}, set()).copies) == 16 + 3
+    net.seen.append(torch.zeros(1))
+    first = Snapshot({"module": net}, written := set())
+    assert len(first.copies) == 3
+    assert len(Snapshot({"module": net}, set(), most_bytes=float("inf")).copies) == 17 + 3
+    net.seen[4].add_(1)
+    assert "seen[4]" in first.cannot_be_put_back()
+    first.learn()
+    assert any(copied is net.seen[4] for copied in Snapshot({"module": net}, written).copied)
+
+
 def test_what_a_step_wrote_is_copied_before_the_next_one():
     net = nn.Linear(1, 1)
     net.seen = torch.zeros(SMALL_ELEMENTS + 1)

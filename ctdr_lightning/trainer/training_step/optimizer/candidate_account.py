@@ -18,6 +18,8 @@ from ctdr_lightning.trainer.fake_trainer import optimizers_of
 from ctdr_lightning.trainer.modules import SMALL_ELEMENTS
 from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.strategies import bucket_bytes
+from ctdr_lightning.trainer.training_step.retry.reachable import reachable
+from ctdr_lightning.trainer.training_step.retry.snapshot import MODULE, few_attributes
 
 
 def candidate_account(
@@ -73,5 +75,6 @@ def _copied_bytes(candidate: nn.Module, batch: Any, on_cpu: bool) -> int:
     frozen = [p for p in candidate.parameters() if not p.requires_grad]
     batched = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     small = [t for t in (*frozen, *candidate.buffers(), *batched) if t.numel() <= SMALL_ELEMENTS]
+    small += few_attributes(reachable({MODULE: candidate}).tensors)
     n_bytes = sum(t.nbytes for t in {id(t): t for t in small}.values())
     return with_room(n_bytes + (torch.get_rng_state().nbytes if on_cpu else 0))

@@ -28,7 +28,7 @@ from ctdr_lightning.trainer.modules import overrides
 from ctdr_lightning.trainer.training_step.layers import Backward, Chain, Layer, Step, loss_of
 from ctdr_lightning.trainer.training_step.memory_stage import MemoryStage
 from ctdr_lightning.trainer.training_step.patches import LogCalls
-from ctdr_lightning.trainer.training_step.retry.snapshot import OPTIMIZERS, Snapshot
+from ctdr_lightning.trainer.training_step.retry.snapshot import MODULE, OPTIMIZERS, Snapshot
 from ctdr_lightning.trainer.training_step.retry.standing import Standing
 from ctdr_lightning.trainer.training_step.retry.write_guard import CannotRepeatError, WriteGuard
 
@@ -124,7 +124,7 @@ class Retry(Layer):
         self._module, self._rest, self._began, self._guard = module, rest, "", None
         self._calls.begin()
         optimizers = module.trainer.optimizers
-        roots = {"module": module, "batch": step.inputs, OPTIMIZERS: optimizers}
+        roots = {MODULE: module, "batch": step.inputs, OPTIMIZERS: optimizers}
         with self._watched(optimizers) if not module.automatic_optimization else nullcontext():
             # with the watching hooks in place, which it would take off
             snapshot = self._snapshot = Snapshot(roots, self._written, self._standing)

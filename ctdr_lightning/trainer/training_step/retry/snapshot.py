@@ -1,8 +1,9 @@
 """The state before a training step, to be restored after a failure: exactly, or not at all.
 
 Version counters show which tensors a failed attempt wrote, not their old contents. Copying everything before each step
-costs too much. So small tensors are copied, except those of optimizers, and tensors that earlier steps were seen to
-write, up to a limit. The copies are resident while the step runs, and count in its plan.
+costs too much. So small tensors are copied, except those of optimizers and those of a module that holds many, and
+tensors that earlier steps were seen to write, up to a limit. The copies are resident while the step runs, and count in
+its plan.
 When a step fails, every change must be among the copies; otherwise the path to it is the reason not to repeat.
 """
 
@@ -27,10 +28,15 @@ from ctdr_lightning.trainer.training_step.retry.standing import Standing
 # The root below which small tensors are not copied: forward and backward leave an optimizer's state alone, and Adam's
 # is twice the net where all layers are small (with the copies the demo's step took 10 % more than its budget).
 OPTIMIZERS = "optimizers"
+# The root of the model.
+MODULE = "module"
 # The root that is another in each step.
 BATCH = "batch"
 # Copies of earlier steps' writes are resident in every step. A queue of 65,536 x 128 just fits, a teacher does not.
 COPIED_AT_MOST_BYTES = 32 * 2**20
+# Small tensors that are a module's plain attributes are copied unseen up to this sum: metrics are below, and a module
+# that holds its data in batches (5 MiB of digits, a sixth of its step) is above. Not tuned.
+ATTRIBUTES_AT_MOST_BYTES = 2**20
 
 
 # ``(index, tensor, whether it is small, whether it is a parameter)``.
@@ -99,6 +105,7 @@ class Snapshot:
         roots: Where to start, by name: the module, the batch, the optimizers (under ``OPTIMIZERS``).
         written: Marks of the paths to large tensors that earlier steps wrote; `learn` adds to it.
         standing: The part that persists between steps, for the snapshots of a run; None looks through everything.
+        most_bytes: Of small tensors among a module's attributes, to be copied unseen.
 
     Attributes:
         reach: The reachable objects.
@@ -106,8 +113,14 @@ class Snapshot:
         copied_bytes: Size of the copies and of generators' states.
     """
 
-    def __init__(self, roots: Mapping[str, Any], written: set[Hashable], standing: Standing | None = None) -> None:
-        self._written = written
+    def __init__(
+        self,
+        roots: Mapping[str, Any],
+        written: set[Hashable],
+        standing: Standing | None = None,
+        most_bytes: float = ATTRIBUTES_AT_MOST_BYTES,
+    ) -> None:
+        self._written, self._most_bytes = written, most_bytes
         standing = standing or Standing()
         known = standing.reach({name: root for name, root in roots.items() if name != BATCH})
         passing = reachable({BATCH: roots[BATCH]}) if BATCH in roots else Reachable()
@@ -138,8 +151,10 @@ class Snapshot:
     def _candidates(self, tensors: list[tuple[Trail, Tensor]], start: int) -> list[_Candidate]:
         """Those that are copied if they do not train."""
         found, known = [], self._written
+        attributes = {id(tensor) for tensor in few_attributes(tensors, self._most_bytes)}
         for index, (trail, tensor) in enumerate(tensors, start):
-            small = tensor.numel() <= SMALL_ELEMENTS and _root(trail) != OPTIMIZERS
+            copied = id(tensor) in attributes if _is_attribute(trail) else _root(trail) != OPTIMIZERS
+            small = tensor.numel() <= SMALL_ELEMENTS and copied
             if (small or (known and mark(trail) in known)) and tensor.layout == torch.strided:
                 found.append((index, tensor, small, isinstance(tensor, nn.Parameter)))
         return found
@@ -239,6 +254,21 @@ class Snapshot:
     def drawn_from(self) -> list[Any]:
         """The generators that are put back."""
         return self.reach.generators
+
+
+def few_attributes(tensors: list[tuple[Trail, Tensor]], most_bytes: float = ATTRIBUTES_AT_MOST_BYTES) -> list[Tensor]:
+    """Small tensors that are a module's attributes, its parameters and buffers apart; none where they are many.
+
+    Args:
+        tensors: With the ways to them.
+        most_bytes: Of all together.
+    """
+    small = [tensor for trail, tensor in tensors if _is_attribute(trail) and tensor.numel() <= SMALL_ELEMENTS]
+    return small if sum(tensor.nbytes for tensor in small) <= most_bytes else []
+
+
+def _is_attribute(trail: Trail) -> bool:
+    return _root(trail) == MODULE and trail[0] is not None and trail[0][1] not in ("_parameters", "_buffers")
 
 
 def _parameters(tensors: list[tuple[Trail, Tensor]]) -> list[tuple[Trail, Tensor]]:
