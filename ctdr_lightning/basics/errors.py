@@ -35,7 +35,7 @@ class InfeasibleBudgetError(CTDRError, RuntimeError):
         problem: The fault, with the budget.
         hint: The nearest remedy.
         least_peak_bytes: Smallest peak that any plan found reaches.
-        means: An exact means of the caller's that keeps the budget all the same; empty for none.
+        means: A means of the caller's that keeps the budget all the same; empty for none.
     """
 
     def __init__(self, problem: str, hint: str = "", *, least_peak_bytes: int = 0, means: str = "") -> None:

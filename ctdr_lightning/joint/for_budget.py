@@ -109,8 +109,8 @@ def fit_to_budget(
         account: In the place of ``optimizer`` and ``beside_bytes``: from a candidate's recorded step and the candidate
             to the account of a batch.
         given: An earlier answer, perhaps edited: its choices are priced, planned and timed anew, nothing else is tried.
-        spare: From the step that is priced, its trace, the budget and a limit of time in dense steps to an exact means
-            of the caller's that keeps both, such as smaller batches; empty for none. Asked where the dense model does
+        spare: From the step that is priced, its trace, the budget and a limit of time in dense steps to a means of the
+            caller's that keeps both, such as smaller batches; empty for none. Asked where the dense model does
             not, before layers are cut.
         progress: Whether to show a progress bar.
 

@@ -187,8 +187,8 @@ class BatchPlanner:
         samples, number = n_samples(inputs[0][0]), more_than + 1
         if not more_than:
             self.look_for_outputs(inputs)
+            peaks = self._sub_batch_peaks(inputs)
             with one_bar(self._shown), doing("count sub-batches"):
-                peaks = self._sub_batch_peaks(inputs)
                 number = peaks.fewest() or peaks.most
         if number > 1:
             self._sizes_of_parts.update({samples // number, -(-samples // number)})
@@ -334,7 +334,8 @@ class BatchPlanner:
         helps = self.budget_bytes is not None and account.rest_bytes <= self.budget_bytes and not self._tightened
         known = helps and self._sizes_of_parts and self.inputs is not None
         samples = n_samples(self.inputs[0][0]) if known else 0
-        found = samples > 1 and samples in self._sizes_of_parts
+        least = LEAST_ASKED if batch_norm_of(self._module) else 1
+        found = samples >= 2 * least and samples in self._sizes_of_parts
         self.n_too_large += found
         return found
 
