@@ -38,6 +38,10 @@ class Settled(NamedTuple):
 class Allowance(Protocol):
     """Checks trials against the allowed loss."""
 
+    @property
+    def forbids_cuts(self) -> bool:
+        """Whether no trial is within it, whatever it loses."""
+
     def excludes(self, trial: Trial) -> bool:
         """Whether no refinement can be expected to bring a trial within the limit."""
 
@@ -66,6 +70,11 @@ class AllowedLoss:
     @cached_property
     def _most(self) -> float | None:
         return self._ask()
+
+    @property
+    def forbids_cuts(self) -> bool:
+        """Whether nothing may be lost: of an untrained network, say, whose outputs do not tell."""
+        return self._most == 0.0
 
     def excludes(self, trial: Trial) -> bool:
         """Whether no refinement can be expected to bring a trial's loss within the limit."""
@@ -114,6 +123,11 @@ class AllowedDrop:
         self._values: dict[float, float] = {}  # by divergence
         # Divergences in nats, up to where and from where on the metric is known; refined, and before.
         self._farthest_good, self._nearest_bad, self._nearest_hopeless = 0.0, math.inf, math.inf
+
+    @property
+    def forbids_cuts(self) -> bool:
+        """No: a metric may be as good as before."""
+        return False
 
     def excludes(self, trial: Trial) -> bool:
         """Whether a trial's metric, refined as far as can be expected, still falls too much."""

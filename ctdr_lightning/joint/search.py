@@ -120,7 +120,7 @@ class JointSearch:
         yield math.inf, any_loss
 
     def _ask(self, dense: PricedChoice, slowdown: float) -> None:
-        """End the search where an exact means of the caller's keeps the budget in so many dense steps."""
+        """End the search where a means of the caller's keeps the budget in so many dense steps."""
         if means := self._spare(slowdown):
             raise self._shortfall.spared(self._limits, dense, means, cuts=math.isinf(slowdown))
 
@@ -222,8 +222,8 @@ class JointSearch:
 
     def _ladder(self, resource: str) -> Iterator[PricedChoice]:
         """Candidates that keep to the limits as far as is known, by falling share."""
-        dense_bytes, budget = self.look(DENSE).row.peak_bytes, self._limits.peak_bytes
-        for above, share in pairwise(shares_within(dense_bytes, budget, partial(self._peak_bytes, resource))):
+        dense_bytes, of_share = self.look(DENSE).row.peak_bytes, partial(self._peak_bytes, resource)
+        for above, share in pairwise(shares_within(dense_bytes, self._limits.peak_bytes, of_share)):
             found = self._at(share, resource)
             if found is None:
                 return
@@ -308,7 +308,7 @@ class JointSearch:
         if self._limits.wished:
             self._ask(dense, self._limits.slowdown)
         heads: list[tuple[PricedChoice, Iterator[PricedChoice]]] = []
-        for ladder in map(self._ladder, RESOURCES):
+        for ladder in map(self._ladder, () if self._allowance.forbids_cuts else RESOURCES):
             while (head := next(ladder, None)) is not None and self._loses_nothing(head):
                 yield head, f"the first that {fits} and loses next to nothing, {self._negligible():.1g} nats or less"
             heads += [(head, ladder)] if head is not None else []

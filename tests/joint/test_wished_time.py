@@ -94,6 +94,7 @@ def test_what_nothing_fits_is_refused_without_a_word_on_time(monkeypatch):
 @pytest.mark.usefixtures("clock")
 def test_no_candidate_is_refined_twice_however_often_the_walk_is_repeated(bounds, monkeypatch):
     monkeypatch.setattr(for_budget, "USUAL_LOSS", 1e-9)
+    monkeypatch.setattr(Bench, "looks_untrained", False)  # else no cut is looked at
     asked = []
     refined = Bench.refined
 

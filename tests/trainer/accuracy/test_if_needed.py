@@ -120,12 +120,13 @@ def test_the_page_of_a_run_that_was_cut_draws_the_dense_step_too(bounds, plans_t
 
 
 def test_no_cut_of_an_untrained_network_is_harmless(bounds, plans_take, monkeypatch):
-    """Not even where the outputs say so."""
+    """Not even where the outputs say so; none is looked at."""
     monkeypatch.setattr(for_budget, "USUAL_SHARE", 1e9)
     plans_take(3.0)
     made = callback(sum(bounds) // 2)
     fit(module(), made)
     assert made.fit.is_dense
+    assert [row.resource for row in made.fit.considered] == ["dense"]
 
 
 def test_an_untrained_network_is_not_cut_however_slow_the_exact_plan(bounds, plans_take):
