@@ -25,7 +25,7 @@ from torch.autograd import DeviceType
 from torch.utils.data import DataLoader
 
 from benchmarks.harness import Benchmark, pivot
-from benchmarks.steps import AdamStep, in_turns
+from benchmarks.steps import AdamStep, in_turns, keep_freed_memory
 from benchmarks.trained_nets import Net, trained
 from ctdr_lightning import CTDRCallback
 from ctdr_lightning.basics.errors import CTDRError
@@ -207,6 +207,7 @@ def figures(
         seed: Of their training.
         rounds: Behind each time.
     """
+    keep_freed_memory()  # else one plan of U took x1.24 in one process and x1.81 in another
     for name in nets:
         net = trained(name, seed)
         size = len(net.batches[0][0])
