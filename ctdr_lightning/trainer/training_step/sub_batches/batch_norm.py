@@ -40,6 +40,7 @@ class RunningStatistics:
         shares: Of the samples, in each part; their sum is 1.
 
     Example:
+        >>> import torch
         >>> net, rows = nn.BatchNorm1d(1), torch.tensor([[0.0], [2.0], [4.0], [6.0]])
         >>> statistics = RunningStatistics(net, [0.5, 0.5])
         >>> for index, part in enumerate(rows.split(2)):
