@@ -5,6 +5,7 @@ import re
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -430,7 +431,7 @@ class Draws(Deep):
         self.seen.append(len(batch[0]))
         self.drawn.append(random.random())
         self.total(batch[0])
-        return super().training_step(batch, index) * (1 + self.noise * torch.rand(()))
+        return super().training_step(batch, index) * (1 + self.noise * random.SystemRandom().random())
 
 
 def test_the_check_of_the_loss_leaves_nothing_behind(recwarn):
@@ -440,6 +441,47 @@ def test_the_check_of_the_loss_leaves_nothing_behind(recwarn):
     assert found.drawn == [random.random() for _ in range(6)]
     assert (found.steps, found.seen, found.calls) == (6, [5, 5, 5, 5, 4, 3], 6)
     assert not [w for w in recwarn if "could not be checked" in str(w.message)]
+
+
+class Augments(Deep):
+    """Noise and times for each sample, as in a diffusion; an order of samples; flips and shifts of the batch."""
+
+    def training_step(self, batch, index):
+        x, y = batch
+        x = x + torch.randn_like(x) * torch.randint(1, 9, (len(x), 1)) + torch.empty_like(x).uniform_()
+        x = x.flip(1) if random.random() < 0.5 else x
+        x = x + 0.1 * x[torch.randperm(len(x))] + np.random.rand()
+        x = x * torch.rand(2).prod() * torch.rand(3).sum()  # of the batch: as many as a part of the check has samples
+        return super().training_step((x, y), index)
+
+
+def test_a_loss_of_augmented_samples_is_checked(recwarn):
+    random.seed(3)
+    found = fit(Augments(), sub_batches=2, max_epochs=1).module
+    assert found.calls == 6
+    assert not [w for w in recwarn if "could not be checked" in str(w.message)]
+    drawn = random.random()
+    random.seed(3)
+    assert drawn == [random.random() for _ in range(7)][-1]  # the check took none
+
+
+class Contrasts(Augments):
+    def training_step(self, batch, index):
+        return super().training_step(batch, index) + torch.cdist(batch[0], batch[0]).mean()
+
+
+class Masks(Deep):
+    """A mean over the features that are drawn: of other numbers of them in each part."""
+
+    def training_step(self, batch, index):
+        error = (self.net(batch[0]) - 1).square().sum(1, keepdim=True) * batch[0].square()
+        return error[torch.rand_like(error) < 0.1].mean()
+
+
+@pytest.mark.parametrize("kind", [Contrasts, Masks])
+def test_a_loss_between_samples_is_not_taken_for_a_mean_where_it_draws(kind):
+    with pytest.warns(UserWarning, match="could not be checked: it differs in parts, which may be for what it draws"):
+        fit(kind(), sub_batches=2, max_epochs=1)
 
 
 def test_a_loss_that_cannot_be_checked_is_said():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,9 +16,10 @@ from ctdr_lightning.trainer.modules import overrides
 from ctdr_lightning.trainer.training_step.layers import loss_of
 from ctdr_lightning.trainer.training_step.optimizer.gradient_readers import gradient_reader
 from ctdr_lightning.trainer.training_step.optimizer.in_backward import loop_hindrance
-from ctdr_lightning.trainer.training_step.retry.snapshot import Snapshot
+from ctdr_lightning.trainer.training_step.retry.snapshot import GlobalRandom, Snapshot
 from ctdr_lightning.trainer.training_step.retry.write_guard import CannotRepeatError, WriteGuard
 from ctdr_lightning.trainer.training_step.sub_batches.batch_norm import BY_BATCH
+from ctdr_lightning.trainer.training_step.sub_batches.fixed_draws import FixedDraws
 from ctdr_lightning.trainer.training_step.sub_batches.parts import cut, n_samples, parts_of
 
 # In two parts, of three and two samples: uneven, so that a loss to which sizes matter is noticed, and larger than a
@@ -54,8 +55,8 @@ def sub_batch_hindrance(trainer: Any, module: LightningModule) -> str:
 def check_mean(module: LightningModule, step: Step, batch: Any, *, half: bool) -> str:
     """Compare the losses of some samples with the means of the losses of parts of them, and put everything back.
 
-    Dropout and BatchNorm are in evaluation mode meanwhile. Where the loss is still another one each time, the whole
-    module is.
+    Dropout and BatchNorm are in evaluation mode meanwhile, and each sample draws the same random numbers in each call.
+    Where the loss is still another one each time, the whole module is in evaluation mode.
 
     Args:
         module: The model.
@@ -95,16 +96,21 @@ def _firsts(n: int) -> list[int]:
 
 def _compare(module: LightningModule, step: Step, few: Any, tolerance: float) -> str:
     by_chance: list[nn.Module] = [part for part in module.modules() if isinstance(part, _BY_CHANCE)]
+    losses = _Losses(step, GlobalRandom([module.device.index or 0] if module.device.type == "cuda" else []))
     for silenced in (by_chance, list(module.modules())):
         with _evaluating(silenced):
-            whole, again = _loss(step, few), _loss(step, few)
+            (whole, drawn), (again, _) = losses.of(few), losses.of(few)
             if not _near(whole, again, [whole], tolerance):
                 continue
-            losses = [(part.share, _loss(step, part.batch)) for part in parts_of(few, 2)]
-        mean = sum(share * loss for share, loss in losses)
-        if not _near(whole, mean, [loss for _, loss in losses], tolerance):
-            raise _no_mean(n_samples(few), whole, mean)
-        return ""
+            first, second = parts_of(few, 2)
+            before = n_samples(first.batch) / n_samples(second.batch)
+            of_parts = losses.of(first.batch)[0], losses.of(second.batch, before, drawn)[0]
+        mean = first.share * of_parts[0] + second.share * of_parts[1]
+        if _near(whole, mean, of_parts, tolerance):
+            return ""
+        if drawn:  # perhaps another number of samples draws others
+            return "it differs in parts, which may be for what it draws"
+        raise _no_mean(n_samples(few), whole, mean)
     return "it differs from call to call, in evaluation mode too"
 
 
@@ -117,14 +123,36 @@ def _no_mean(n: int, whole: float, mean: float) -> ConfigError:
     )
 
 
-def _loss(step: Step, batch: Any) -> float:
-    loss = loss_of(step(batch))
-    if loss is None:
-        raise RuntimeError("training_step returned no loss")
-    value = float(loss.detach())
-    if not math.isfinite(value):
-        raise RuntimeError(f"the loss is {value}")
-    return value
+class _Losses:
+    """Losses of samples that draw the same in each call.
+
+    Args:
+        step: From a batch to the result of ``training_step``.
+        random: What the host draws from, such as for whether to flip the images.
+    """
+
+    def __init__(self, step: Step, random: GlobalRandom) -> None:
+        self._step, self._random = step, random
+
+    def of(
+        self, batch: Any, before: float = 0.0, drawn: Sequence[torch.Size] = ()
+    ) -> tuple[float, Sequence[torch.Size]]:
+        """The loss of some samples, and the shapes that their step drew.
+
+        Args:
+            batch: The samples.
+            before: Those before them, over their number.
+            drawn: Shapes that the step of all samples drew.
+        """
+        self._random.put_back()
+        with FixedDraws(before, drawn) as draws:
+            loss = loss_of(self._step(batch))
+        if loss is None:
+            raise RuntimeError("training_step returned no loss")
+        value = float(loss.detach())
+        if not math.isfinite(value):
+            raise RuntimeError(f"the loss is {value}")
+        return value, draws.shapes
 
 
 def _near(first: float, second: float, beside: Iterable[float], tolerance: float) -> bool:
