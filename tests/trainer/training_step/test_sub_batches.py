@@ -478,7 +478,30 @@ class Masks(Deep):
         return error[torch.rand_like(error) < 0.1].mean()
 
 
-@pytest.mark.parametrize("kind", [Contrasts, Masks])
+class OneByOne(Deep):
+    """The host draws for each sample."""
+
+    def training_step(self, batch, index):
+        scales = torch.tensor([self.draw() for _ in batch[0]])
+        return super().training_step((batch[0] * scales[:, None], batch[1]), index) * scales.mean()
+
+    def draw(self):
+        return random.random()
+
+
+class ByNumpy(OneByOne):
+    def draw(self):
+        return float(np.random.rand())
+
+
+class Unfixed(OneByOne):
+    """By an operator whose draws are not fixed."""
+
+    def draw(self):
+        return float(torch.multinomial(torch.ones(9), 1)) + 1
+
+
+@pytest.mark.parametrize("kind", [Contrasts, Masks, OneByOne, ByNumpy, Unfixed])
 def test_a_loss_between_samples_is_not_taken_for_a_mean_where_it_draws(kind):
     with pytest.warns(UserWarning, match="could not be checked: it differs in parts, which may be for what it draws"):
         fit(kind(), sub_batches=2, max_epochs=1)

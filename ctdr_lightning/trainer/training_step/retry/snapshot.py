@@ -59,6 +59,17 @@ class GlobalRandom:
         """The states in the memory that is planned: on a processor, torch's own."""
         return [] if self._cuda else [self._torch]
 
+    @property
+    def moved(self) -> bool:
+        """Whether anything was drawn since."""
+        now = GlobalRandom(list(self._cuda))
+        same = now._python == self._python and all(map(np.array_equal, now._numpy, self._numpy))
+        return not (same and all(map(torch.equal, now._all, self._all)))
+
+    @property
+    def _all(self) -> list[Tensor]:
+        return [self._torch, *self._cuda.values()]
+
     def put_back(self) -> None:
         """Set the generators to these states."""
         torch.set_rng_state(self._torch)

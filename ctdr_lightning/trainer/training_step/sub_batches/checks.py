@@ -108,7 +108,7 @@ def _compare(module: LightningModule, step: Step, few: Any, tolerance: float) ->
         mean = first.share * of_parts[0] + second.share * of_parts[1]
         if _near(whole, mean, of_parts, tolerance):
             return ""
-        if drawn:  # perhaps another number of samples draws others
+        if losses.drew:  # perhaps another number of samples draws others
             return "it differs in parts, which may be for what it draws"
         raise _no_mean(n_samples(few), whole, mean)
     return "it differs from call to call, in evaluation mode too"
@@ -128,11 +128,14 @@ class _Losses:
 
     Args:
         step: From a batch to the result of ``training_step``.
-        random: What the host draws from, such as for whether to flip the images.
+        random: What is drawn from, by the host such as for whether to flip the images.
+
+    Attributes:
+        drew: Whether a step drew anything.
     """
 
     def __init__(self, step: Step, random: GlobalRandom) -> None:
-        self._step, self._random = step, random
+        self._step, self._random, self.drew = step, random, False
 
     def of(
         self, batch: Any, before: float = 0.0, drawn: Sequence[torch.Size] = ()
@@ -147,6 +150,7 @@ class _Losses:
         self._random.put_back()
         with FixedDraws(before, drawn) as draws:
             loss = loss_of(self._step(batch))
+        self.drew |= self._random.moved
         if loss is None:
             raise RuntimeError("training_step returned no loss")
         value = float(loss.detach())
