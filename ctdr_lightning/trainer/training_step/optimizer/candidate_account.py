@@ -38,7 +38,9 @@ def candidate_account(
     trained = [p for p in candidate.parameters() if p.requires_grad]
     sizes = [p.nbytes for p in trained]
     on_cpu = trainer.strategy.root_device.type == "cpu"
-    copied_bytes = _copied_bytes(candidate, batch, on_cpu) if options.retry_on_oom else 0
+    # steps of the choice append to lists on the candidate, a copy, and not on the module itself
+    owner = candidate if trainer.lightning_module is None else trainer.lightning_module
+    copied_bytes = _copied_bytes(candidate, owner, batch, on_cpu) if options.retry_on_oom else 0
     inside = options.optimizer_step is not None
     taken = _taken(trainer, optimizer, candidate, inside=inside) or predict_for(optimizer, trained, inside=inside)
     kept_bytes = sum(sizes) if options.keep_gradients else 0
@@ -65,16 +67,16 @@ def _taken(trainer: Any, optimizer: Optimizer | None, candidate: nn.Module, *, i
     return predict([made], inside=inside)
 
 
-def _copied_bytes(candidate: nn.Module, batch: Any, on_cpu: bool) -> int:
+def _copied_bytes(candidate: nn.Module, owner: nn.Module, batch: Any, on_cpu: bool) -> int:
     """Bytes of the copies by which a step that ran out of memory is put back: of all small tensors but the weights.
 
-    On a processor the state of torch's generator is one of them.
+    Attributes that are no buffers are those of ``owner``. On a processor the state of torch's generator is one more.
 
     A budget that is only just met without them is refused, or planned anew, once training makes them.
     """
     frozen = [p for p in candidate.parameters() if not p.requires_grad]
     batched = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     small = [t for t in (*frozen, *candidate.buffers(), *batched) if t.numel() <= SMALL_ELEMENTS]
-    small += few_attributes(reachable({MODULE: candidate}).tensors)
+    small += few_attributes(reachable({MODULE: owner}).tensors)
     n_bytes = sum(t.nbytes for t in {id(t): t for t in small}.values())
     return with_room(n_bytes + (torch.get_rng_state().nbytes if on_cpu else 0))
