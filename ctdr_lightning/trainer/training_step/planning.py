@@ -334,7 +334,7 @@ class BatchPlanner:
         helps = self.budget_bytes is not None and account.rest_bytes <= self.budget_bytes and not self._tightened
         known = helps and self._sizes_of_parts and self.inputs is not None
         samples = n_samples(self.inputs[0][0]) if known else 0
-        least = LEAST_ASKED if batch_norm_of(self._module) else 1
+        least = LEAST_ASKED if known and batch_norm_of(self._module) else 1
         found = samples >= 2 * least and samples in self._sizes_of_parts
         self.n_too_large += found
         return found
