@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -142,6 +143,22 @@ def test_a_part_has_two_samples_or_more():
     module = deep()
     fit(module, loader=data(13, 5), sub_batches=5, batch_norm_in_parts=True, max_epochs=1)
     assert module.calls == 2 + 2 + 1
+
+
+class Sets(Callback):
+    """Another momentum after the last batch in parts."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        for norm in norms_of(pl_module) if batch_idx == 1 else ():
+            norm.momentum = 0.5
+
+
+def test_a_momentum_that_is_set_between_batches_stays():
+    """The third batch, of three samples, runs whole."""
+    module = deep()
+    fit(module, Sets(), loader=data(13, 5), sub_batches=5, batch_norm_in_parts=True, max_epochs=1)
+    assert module.calls == 2 + 2 + 1
+    assert {norm.momentum for norm in norms_of(module)} == {0.5}
 
 
 def test_layers_without_running_statistics_are_left_alone():

@@ -70,10 +70,10 @@ class RunningStatistics:
             else:
                 norm.counted = norm.layer.num_batches_tracked.clone()
 
-    def backward_done(self) -> None:
-        """A part's backward is over, in which a checkpoint of torch's may have repeated its forward."""
-        if self._index + 1 == len(self._shares):
-            self.end()
+    @property
+    def in_last_part(self) -> bool:
+        """Whether the last part has begun."""
+        return self._index + 1 == len(self._shares)
 
     def end(self) -> None:
         """Give the layers their own momentum back."""

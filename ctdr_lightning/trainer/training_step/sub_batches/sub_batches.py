@@ -105,8 +105,9 @@ class SubBatches(Layer):
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
                 del gradient
         rest(loss)
-        if self._statistics is not None:
-            self._statistics.backward_done()
+        # only now: in a backward a checkpoint of torch's repeats its forward
+        if self._statistics is not None and self._statistics.in_last_part:
+            self._end_statistics()  # a later whole batch must not undo a momentum that the user has set since
 
     def _in_parts(self, step: Step, rest: Chain, parts: list[Part]) -> Any:
         shares, module = [part.share for part in parts], step.module
