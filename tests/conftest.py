@@ -69,6 +69,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _the_collector_is_spared_what_a_file_leaves():
+    """Caches of compiled graphs and of measured layers grow to as much again: half of the suite's time was theirs."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _searches_end_by_their_work():
     """The planner's safety stop comes ten times as late, so that a slow machine makes the same plans as a fast one."""
