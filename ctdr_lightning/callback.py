@@ -123,7 +123,7 @@ class CTDRCallback(Callback):
             self.run.setup(trainer, pl_module, self)
         except InfeasibleBudgetError as error:
             self.run.teardown()
-            self.run = FitRun.by_exact_means(self.options, trainer, pl_module, error)
+            self.run = FitRun.by_other_means(self.options, trainer, pl_module, error)
             self.run.setup(trainer, pl_module, self)
 
     @override

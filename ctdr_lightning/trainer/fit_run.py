@@ -39,7 +39,7 @@ from ctdr_lightning.trainer.training_step.optimizer.replaced import ReplacedPara
 from ctdr_lightning.trainer.training_step.optimizer.states import OptimizerStates
 from ctdr_lightning.trainer.training_step.pipeline import StepRunner
 from ctdr_lightning.trainer.training_step.retry.retry import is_out_of_memory
-from ctdr_lightning.trainer.training_step.sub_batches.foreseen import exact_options, fits_in_parts, parts_means
+from ctdr_lightning.trainer.training_step.sub_batches.foreseen import fits_in_parts, other_means, parts_means
 from ctdr_lightning.trainer.training_step.sub_batches.parts import can_be_cut
 from ctdr_lightning.trainer.training_step.sub_batches.sub_batches import SubBatches
 
@@ -96,7 +96,7 @@ class FitRun:
         self._served: tuple[ref[Trainer], ref[LightningModule]] | None = None
 
     @classmethod
-    def by_exact_means(
+    def by_other_means(
         cls, options: CallbackOptions, trainer: Trainer, module: LightningModule, error: InfeasibleBudgetError
     ) -> FitRun:
         """A run with dense layers and one more means, for a budget that no plan of a whole batch keeps.
@@ -110,10 +110,10 @@ class FitRun:
         Raises:
             InfeasibleBudgetError: This error, where an argument, the module or the trainer speaks against it.
         """
-        exact = exact_options(options, trainer, module, error)
-        if exact is None:
+        found = other_means(options, trainer, module, error)
+        if found is None:
             raise error
-        chosen, means = exact
+        chosen, means = found
         if options.verbose:
             rank_zero_info(wrapped(f"CTDR: {error.problem} All layers stay dense, and {means}."))
         return cls(chosen, error)

@@ -20,12 +20,6 @@ ASKED = re.compile(r"memory=Memory\(\.\.\., (\w+)='(\w+)'\), with which it takes
 WIDTH = 256
 
 
-@pytest.fixture(autouse=True)
-def short_searches(monkeypatch):
-    """These steps have a dozen values; what cannot be is searched for all the same, for seconds each time."""
-    monkeypatch.setattr("ctdr_lightning.memory.policies.auto.WORK_AT_LEAST", 30_000)
-
-
 class Net(LightningModule):
     """A module that sums what its net makes of a batch."""
 

@@ -21,11 +21,6 @@ from tests.trainer.true_peaks import Peaks
 RATE = 0.01
 
 
-@pytest.fixture(autouse=True)
-def short_searches(monkeypatch):
-    monkeypatch.setattr("ctdr_lightning.memory.policies.auto.WORK_AT_LEAST", 30_000)
-
-
 def norms_of(module):
     return [part for part in module.modules() if isinstance(part, BY_BATCH)]
 

@@ -32,11 +32,6 @@ WIDTH = 64
 DOUBLE, SINGLE = 1e-12, 1e-5
 
 
-@pytest.fixture(autouse=True)
-def short_searches(monkeypatch):
-    monkeypatch.setattr("ctdr_lightning.memory.policies.auto.WORK_AT_LEAST", 30_000)
-
-
 class Deep(LightningModule):
     """Activations outweigh weights where batches are large."""
 

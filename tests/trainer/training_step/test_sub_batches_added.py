@@ -30,11 +30,6 @@ WEIGHTS = 1e-9
 IN_TWO = "Batches of 1024 samples run as 2 sub-batches of 512 or less."
 
 
-@pytest.fixture(autouse=True)
-def short_searches(monkeypatch):
-    monkeypatch.setattr("ctdr_lightning.memory.policies.auto.WORK_AT_LEAST", 30_000)
-
-
 def five():
     """Batches of 10, 10, 10, 10 and 7: a last window that is shorter, whether two or three batches are added up."""
     return data(47, 10)

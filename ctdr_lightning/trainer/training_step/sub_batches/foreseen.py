@@ -21,7 +21,7 @@ _NORMS = "batches run in parts, each of which BatchNorm normalises by itself, as
 _ELSEWHERE = "tensors that do not fit wait off the device, which is exact"
 
 
-def exact_options(
+def other_means(
     options: CallbackOptions, trainer: Any, module: LightningModule, error: InfeasibleBudgetError
 ) -> tuple[CallbackOptions, str] | None:
     """The arguments for dense layers and one more means than plans, and this in words; None where there is none.
