@@ -99,10 +99,7 @@ class Peaks(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Begin to profile the batch."""
         if self._profiles(trainer, batch_idx):
-            gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
-            state = [entry for of in trainer.optimizers[0].state.values() for entry in of.values()]
-            standing = [*pl_module.parameters(), *pl_module.buffers(), *gradients, *state, *batch]
-            self._standing_bytes = sum(t.nbytes for t in standing)
+            self._standing_bytes = _standing_bytes(pl_module, trainer.optimizers[0], batch)
             self._profiler = memory_profiler()
             self._profiler.start()
 
@@ -137,6 +134,13 @@ class Times(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Stop it."""
         self.seconds[-1] += thread_time()
+
+
+def _standing_bytes(module: LightningModule, optimizer: torch.optim.Optimizer, batch: Iterable[Tensor]) -> int:
+    # not in the callback: one that reads gradients keeps the optimizer's step out of the backward
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    state = [entry for of in optimizer.state.values() for entry in of.values()]
+    return sum(t.nbytes for t in (*module.parameters(), *module.buffers(), *gradients, *state, *batch))
 
 
 def _start_ns(event: Any) -> int:

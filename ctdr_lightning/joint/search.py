@@ -113,16 +113,15 @@ class JointSearch:
         yield wish, harmless
         yield wish * PATIENT, harmless
         dense = self.look(DENSE)
-        if dense.plan is None:
-            self._ask(dense, math.inf)
-            if any_loss is not harmless:
-                yield wish * PATIENT, any_loss
+        self._ask(dense, math.inf if dense.plan is None else self._pricer.slowdown(self._pricer.seconds(dense.plan)))
+        if dense.plan is None and any_loss is not harmless:
+            yield wish * PATIENT, any_loss
         yield math.inf, any_loss
 
     def _ask(self, dense: PricedChoice, slowdown: float) -> None:
         """End the search where a means of the caller's keeps the budget in so many dense steps."""
         if means := self._spare(slowdown):
-            raise self._shortfall.spared(self._limits, dense, means, cuts=math.isinf(slowdown))
+            raise self._shortfall.spared(self._limits, dense, means, cuts=slowdown > self._limits.slowdown)
 
     def _first(self, slowdown: float, allowance: Allowance) -> PricedChoice | None:
         """The first candidate within a time and an allowed loss, with the reason; None if there is none."""

@@ -70,12 +70,17 @@ class Shortfall:
             cuts: Whether cuts that lose next to nothing were tried.
         """
         assert limits.peak_bytes is not None
-        budget, least = format_bytes(limits.peak_bytes), format_bytes(dense.row.peak_bytes)
+        least_bytes = dense.row.peak_bytes
+        budget, least = format_bytes(limits.peak_bytes), format_bytes(least_bytes)
         tried = "No cut that loses next to nothing fits" if cuts else "No recomputation alone fits"
+        above = f"; the dense model's least peak is {least}"
+        more = f"Raise memory_budget to {format_roomy(least_bytes)}"
+        if dense.plan is not None:  # one that takes too long
+            above, more = "", "Allow a longer step with max_slowdown"
         return InfeasibleBudgetError(
-            f"{tried} {budget}{within(limits)}; the dense model's least peak is {least}.",
-            f'Raise memory_budget to {format_roomy(dense.row.peak_bytes)}, or allow any cut with rank="auto".',
-            least_peak_bytes=dense.row.peak_bytes,
+            f"{tried} {budget}{within(limits)}{above}.",
+            f'{more}, or allow any cut with rank="auto".',
+            least_peak_bytes=least_bytes,
             means=means,
         )
 

@@ -39,8 +39,7 @@ from ctdr_lightning.trainer.training_step.optimizer.replaced import ReplacedPara
 from ctdr_lightning.trainer.training_step.optimizer.states import OptimizerStates
 from ctdr_lightning.trainer.training_step.pipeline import StepRunner
 from ctdr_lightning.trainer.training_step.retry.retry import is_out_of_memory
-from ctdr_lightning.trainer.training_step.sub_batches.foreseen import fits_in_parts, other_means, parts_means
-from ctdr_lightning.trainer.training_step.sub_batches.parts import can_be_cut
+from ctdr_lightning.trainer.training_step.spare_means import SpareMeans, by_means
 from ctdr_lightning.trainer.training_step.sub_batches.sub_batches import SubBatches
 
 
@@ -110,7 +109,7 @@ class FitRun:
         Raises:
             InfeasibleBudgetError: This error, where an argument, the module or the trainer speaks against it.
         """
-        found = other_means(options, trainer, module, error)
+        found = by_means(options, trainer, module, error)
         if found is None:
             raise error
         chosen, means = found
@@ -219,8 +218,8 @@ class FitRun:
             return None
         automatic = self._options.fits_budget and self._options.choices is None
         account = partial(candidate_account, trainer, self._options)
-        parts = partial(_parts_means, self._options, trainer, module)
-        self._choice = AutoRank(trainer, self._options, account, parts, fits_in_parts) if automatic else None
+        means = SpareMeans(trainer, self._options, module)
+        self._choice = AutoRank(trainer, self._options, account, means) if automatic else None
         return self._choice or TrainingData(trainer)
 
     def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
@@ -391,8 +390,3 @@ class FitRun:
         self.monitor.stepped = state.stepped
         if self.coach is not None and state.recovery is not None:
             self.coach.load_state_dict(state.recovery)
-
-
-def _parts_means(options: CallbackOptions, trainer: Trainer, module: LightningModule, batch: Any) -> str:
-    """The kind of parts that a batch may run in; empty for none."""
-    return parts_means(options, trainer, module) if can_be_cut(batch) else ""

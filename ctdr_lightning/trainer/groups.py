@@ -82,7 +82,7 @@ class Memory:
         optimizer_state: Where the optimizers' state waits between their steps: ``"host"`` (of a GPU), ``"disk"``,
             ``"8bit"`` for the device in a quarter of its bytes (rounded), or None for the device.
         optimizer_step: ``"in_backward"`` updates each parameter as its gradient is ready and frees the gradient, with
-            the same weights to the bit; None steps after the backward.
+            the same weights to the bit. None does so only where a ``memory_budget`` given alone needs the bytes.
         sub_batches: In how many parts each batch runs, one after the other, with the gradients of the whole up to
             rounding: a number, ``"auto"`` for the fewest that fit ``memory_budget``, or None for the whole batch.
         batch_norm_in_parts: Whether batches may run in parts though BatchNorm then normalises each part by itself, as

@@ -19,7 +19,8 @@ from ctdr_lightning.recovery.schedule import Recovery, read_yaml
 from ctdr_lightning.trainer.groups import Memory, Ranks, grouped
 
 AUTO, IF_NEEDED = "auto", "if_needed"
-ELSEWHERE, IN_PARTS = "elsewhere", "in parts"  # exact means to keep a budget that no plan of a whole step keeps
+# exact means to keep a budget that no plan of a whole step keeps
+INSIDE, ELSEWHERE, IN_PARTS = "step in the backward", "elsewhere", "in parts"
 NORMS_IN_PARTS = "in parts, each normalised by itself"  # not exact, but it loses less than a cut
 
 
@@ -86,9 +87,16 @@ class CallbackOptions(Ranks, Memory):
         spoken = self.asks_for_cuts or self.sub_batches is not None or self.max_slowdown is not None
         if spoken or not self.rounding:
             return None
-        folder = self.disk_folder if self.optimizer_state == "disk" else None
-        given = replace(self, rank=None, sub_batches="auto", disk_folder=folder)
-        return None if self.cuts_hindrance("auto") else given
+        if replace(self, rank=None, disk_folder=self._own_folder).cuts_hindrance("auto"):
+            return None
+        return replace(self, rank=None, sub_batches="auto", disk_folder=self._own_folder)
+
+    def inside(self) -> CallbackOptions | None:
+        """The same for dense layers and the optimizer's step in the backward; None where an argument speaks against."""
+        spoken = self.optimizer_step is not None or self.optimizer_state is not None or self.keep_gradients
+        if spoken or not self._may_move:
+            return None
+        return replace(self, rank=None, optimizer_step="in_backward", disk_folder=None)
 
     def elsewhere(self, device: str) -> CallbackOptions | None:
         """The same for dense layers and tensors that may wait in the host's memory, or in the given folder of a disk.
@@ -100,6 +108,11 @@ class CallbackOptions(Ranks, Memory):
         """
         places = ["host"] * (device == "cuda") + ["disk"] * (self.disk_folder is not None)
         return replace(self, rank=None, offload=places) if places and self._may_move else None
+
+    @property
+    def _own_folder(self) -> str | Path | None:
+        """The folder of the optimizer's state; another is for saved tensors, which may not move without a choice."""
+        return self.disk_folder if self.optimizer_state == "disk" else None
 
     @property
     def _may_move(self) -> bool:

@@ -125,6 +125,11 @@ def test_losses_shards_and_state_are_those_of_plain_sharded_training_to_the_bit(
     assert forks.run(check_as_plain, names, {**options, "memory_budget": budget}, ranks=2) == [0, 0]
 
 
+def n_gradients(module):
+    """Outside of the callback: one that reads gradients keeps the optimizer's step out of the backward."""
+    return sum(p.grad is not None for p in module.parameters())
+
+
 class Peaks(Callback):
     """Measured peaks of settled batches, the gradients that stay behind them, and the state that is away."""
 
@@ -135,7 +140,7 @@ class Peaks(Callback):
         (ours,) = (callback for callback in trainer.callbacks if isinstance(callback, CTDRCallback))
         if trainer.global_step > 2:  # the steps before are recorded, once more after the choice of units
             self.peaks.append(ours.run.steps.meters.measured.peak_bytes)
-        self.left.add(sum(p.grad is not None for p in module.parameters()))
+        self.left.add(n_gradients(module))
         self.away.add(ours.run.states.moved_bytes)
 
 

@@ -17,6 +17,11 @@ def tensors_in(thing):
             yield from tensors_in(each)
 
 
+def gradients_of(module):
+    """Outside of the callback: one that reads gradients keeps the optimizer's step out of the backward."""
+    return [p.grad for p in module.parameters() if p.grad is not None]
+
+
 class Peaks(Callback):
     """Each batch's true peak, counted apart from the engine: what stands before it, and all that is made meanwhile."""
 
@@ -28,7 +33,7 @@ class Peaks(Callback):
         self.standing = sum(t.nbytes for t in (*pl_module.parameters(), *pl_module.buffers(), *tensors_in(batch)))
         self.meter = PeakMeter()
         self.meter.__enter__()
-        self.meter.live.track([p.grad for p in pl_module.parameters() if p.grad is not None])
+        self.meter.live.track(gradients_of(pl_module))
         self.meter.live.track(list(tensors_in([list(o.state.values()) for o in trainer.optimizers])))
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):

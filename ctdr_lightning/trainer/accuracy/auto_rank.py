@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, Protocol
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -17,20 +17,43 @@ from ctdr_lightning.decomposition import Report
 from ctdr_lightning.joint.budget_fit import BudgetFit
 from ctdr_lightning.joint.for_budget import fit_to_budget
 from ctdr_lightning.joint.metric import MetricLike, alone, is_torchmetric, name_of
-from ctdr_lightning.joint.pricing import Account
-from ctdr_lightning.memory import Trace, record_fake
+from ctdr_lightning.memory import Trace
 from ctdr_lightning.memory.account.batch import BatchAccount
-from ctdr_lightning.memory.helpful_places import plan_with
-from ctdr_lightning.memory.simulator.actions import Offload
 from ctdr_lightning.trainer.accuracy.kept_choice import KeptChoice, question_of
 from ctdr_lightning.trainer.accuracy.training_data import TrainingData
 from ctdr_lightning.trainer.fake_trainer import optimizers_of
-from ctdr_lightning.trainer.options import ELSEWHERE, IN_PARTS, NORMS_IN_PARTS, CallbackOptions
+from ctdr_lightning.trainer.options import IN_PARTS, CallbackOptions
 from ctdr_lightning.trainer.randomness import isolated
 
 AccountOf = Callable[[Optimizer | None, Any, Trace, nn.Module], BatchAccount]
-PricedStep = Callable[[Any, Any], Tensor]
 _HINT = "Write a share such as rank=0.5, which needs no training step; or call fit_to_budget on the network itself."
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The model on which a choice runs steps.
+
+    Attributes:
+        module: A copy.
+        batch: Index and contents of the first batch.
+        optimizer: Of the copy; None where it cannot be made yet.
+    """
+
+    module: LightningModule
+    batch: tuple[int, Any]
+    optimizer: Optimizer | None
+
+
+class Means(Protocol):
+    """Finds the means that keep a budget where recomputation alone does not, before layers are cut."""
+
+    def parts(self, batch: Any) -> str:
+        """The kind of parts that a batch may run in; empty for none."""
+
+    def keeping(
+        self, copy: Copy, step: Callable[[Any, Any], Tensor], dense: Trace, budget_bytes: int, slowdown: float
+    ) -> str:
+        """A means that keeps the budget within so many plain dense steps; empty for none."""
 
 
 class AutoRank(TrainingData):
@@ -41,26 +64,16 @@ class AutoRank(TrainingData):
         options: The callback's.
         account: From the optimizer, the first batch, a candidate's recorded step and the candidate to the account of
             a batch.
-        parts: From the first batch to the kind of parts that it may run in where no plan of the dense step fits;
-            empty for none.
-        fits_in_parts: From trainer, copy, batch, step, a part's account and budget to whether parts keep the budget.
+        means: Finds what else keeps the budget, before layers are cut.
 
     Attributes:
         fit: The choice; None before, and on other ranks.
     """
 
-    def __init__(
-        self,
-        trainer: Any,
-        options: CallbackOptions,
-        account: AccountOf,
-        parts: Callable[[Any], str],
-        fits_in_parts: Callable[..., bool],
-    ) -> None:
+    def __init__(self, trainer: Any, options: CallbackOptions, account: AccountOf, means: Means) -> None:
         super().__init__(trainer)
-        self._asked, self._account, self._parts, self._fits = options, account, parts, fits_in_parts
+        self._asked, self._account, self._means = options, account, means
         self.fit: BudgetFit | None = None
-        self._slowdown_elsewhere: float | None = None
 
     def decompose(self, module: LightningModule, options: Mapping[str, Any], change: bool) -> Report:
         """Choose, and decompose a module in place where ``change``.
@@ -89,7 +102,7 @@ class AutoRank(TrainingData):
         self, double: LightningModule, batches: Sequence[Any], step: Callable[[Any, Any], Any], options: Any
     ) -> Report:
         asked, first, optimizer = self._asked, batches[0][1], _optimizer(double)
-        account, parts = partial(self._account, optimizer, first), self._parts(first)
+        account, parts = partial(self._account, optimizer, first), self._means.parts(first)
         question = question_of(self._trainer, asked, double, optimizer, first)
         kept = KeptChoice(self._trainer, question, shown=asked.verbose)
         ask = partial(
@@ -97,55 +110,10 @@ class AutoRank(TrainingData):
             max_slowdown=asked.max_slowdown, max_loss=asked.max_loss, method=asked.method, select=asked.select,
             metric=self._metric(double), progress=asked.verbose, prefer_dense=asked.prefers_dense,
             rounding=asked.rounding, tiles=asked.prefers_dense and parts != IN_PARTS, account=account,
-            spare=partial(self._spare_means, double, batches[0], account, parts),
+            spare=partial(self._means.keeping, Copy(double, batches[0], optimizer)),
         )  # fmt: skip
         self.fit = kept.answer(lambda given: ask(given=given))
         return self.fit.report
-
-    def _spare_means(
-        self,
-        double: LightningModule,
-        numbered: tuple[int, Any],
-        account: Account,
-        parts: str,
-        step: PricedStep,
-        dense: Trace,
-        budget_bytes: int,
-        slowdown: float,
-    ) -> str:
-        """Tensors that wait elsewhere where the time allows it; at any time exact parts, these tensors, other parts."""
-        if self._slowdown_elsewhere is None:
-            self._slowdown_elsewhere = self._elsewhere(dense, partial(account, dense, double), budget_bytes)
-        if self._slowdown_elsewhere <= slowdown < math.inf:
-            return ELSEWHERE
-        if slowdown < math.inf:
-            return ""
-        waits = self._slowdown_elsewhere < math.inf
-        if not parts or (waits and parts == NORMS_IN_PARTS):
-            return ELSEWHERE if waits else ""
-        if self._fits_in_parts(double, numbered, account, step, budget_bytes):
-            return parts
-        return ELSEWHERE if waits else ""
-
-    def _elsewhere(self, dense: Trace, account: Callable[[], BatchAccount], budget_bytes: int) -> float:
-        """Time of the dense step whose tensors wait off the device, in plain ones; infinite where no such plan fits."""
-        moved = self._asked.elsewhere(dense.device)
-        if moved is None:
-            return math.inf
-        found = plan_with(moved.places().on(dense.device), account(), budget_bytes)
-        # a plan that moves nothing is as the one that was refused
-        moves = found is not None and any(isinstance(action, Offload) for action in found[1].away.values())
-        return found[1].slowdown if found is not None and moves else math.inf
-
-    def _fits_in_parts(
-        self, double: LightningModule, numbered: tuple[int, Any], account: Account, step: PricedStep, budget_bytes: int
-    ) -> bool:
-        index, batch = numbered
-
-        def of_part(part: Any) -> BatchAccount:
-            return account(record_fake(double, (index, part), step), double)
-
-        return self._fits(self._trainer, double, batch, lambda few: step(double, (index, few)), of_part, budget_bytes)
 
     def _metric(self, double: LightningModule) -> MetricLike | None:
         """The metric in a form for a copy, without the other ranks."""

@@ -117,7 +117,8 @@ class Adviser:
             return
         sizes = gradient_sizes(self.module)
         takes_less = least_bytes - sum(sizes) <= self.budget_bytes
-        if not takes_less or hindrance(self.trainer, self.module, keeps_gradients=bool(options.keep_gradients)):
+        optimizers, keeps = self.trainer.optimizers, bool(options.keep_gradients)
+        if not takes_less or hindrance(self.trainer, self.module, optimizers, keeps_gradients=keeps):
             return
         found = predict(self.trainer.optimizers, inside=True)
         if found is not None:

@@ -20,22 +20,18 @@ from ctdr_lightning import CTDRCallback, plan, restore
 from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError, ReplayError
 from ctdr_lightning.decomposition import FactorizedLayer
 from ctdr_lightning.decomposition.trials.bench import Bench
-from ctdr_lightning.joint import for_budget, pricing, search
+from ctdr_lightning.joint import for_budget, search
 from ctdr_lightning.joint.turns import Turns
 from ctdr_lightning.memory.holders.places import Places
 from ctdr_lightning.memory.plans.budget import Budget
 from ctdr_lightning.memory.traces.machine import Link
-from ctdr_lightning.trainer.accuracy.auto_rank import AutoRank
 from ctdr_lightning.trainer.groups import grouped
+from ctdr_lightning.trainer.options import ELSEWHERE
+from ctdr_lightning.trainer.training_step.spare_means import SpareMeans
 from tests import parts
 from tests.trainer.true_peaks import Peaks
 
 ROOM = "1GiB"
-
-
-@pytest.fixture(autouse=True)
-def short_thoughts(monkeypatch):
-    monkeypatch.setattr(pricing, "PLANNING_S", 0.1)
 
 
 @pytest.fixture
@@ -434,7 +430,7 @@ def test_over_a_slow_link_or_without_a_folder_a_harmless_cut_is_taken(
 
 @pytest.mark.parametrize("slowdown", [1.1, 9.0])
 def test_parts_come_before_tensors_that_wait_for_long(least, monkeypatch, tmp_path, slowdown):
-    monkeypatch.setattr(AutoRank, "_elsewhere", lambda *_: slowdown)
+    monkeypatch.setattr(SpareMeans, "_fitting", lambda *_: {ELSEWHERE: slowdown})
     chosen, made = Sorter(), callback(sum(least) // 2, disk_folder=tmp_path)
     sort(chosen, made)
     assert n_factorized(chosen) == 0

@@ -67,6 +67,11 @@ OPTIMIZERS = {
 }
 
 
+def n_gradients(module):
+    """Outside of the callback: one that reads gradients keeps the optimizer's step out of the backward."""
+    return sum(p.grad is not None for p in module.parameters())
+
+
 class GradientsLeft(Callback):
     """What gradients stand behind each batch."""
 
@@ -74,7 +79,7 @@ class GradientsLeft(Callback):
         self.found = []
 
     def on_train_batch_end(self, trainer, module, *_):
-        self.found.append(sum(p.grad is not None for p in module.parameters()))
+        self.found.append(n_gradients(module))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -162,6 +167,13 @@ class Reads(Wide):
         return super().training_step(batch, index)
 
 
+class ReadsLate(Callback):
+    """Between a batch and the next, when the plain step's gradients are there still."""
+
+    def on_train_batch_end(self, trainer, module, *_):
+        self.norm = next(module.parameters()).grad.norm()
+
+
 class Own(optim.SGD):
     pass
 
@@ -179,6 +191,7 @@ class Own(optim.SGD):
         (Clips, [], {}, "Clips.configure_gradient_clipping comes between"),
         (Wide, [Norms()], {}, "Norms.on_before_optimizer_step comes between"),
         (Reads, [], {}, "Reads.training_step reads gradients"),
+        (Wide, [ReadsLate()], {}, "ReadsLate.on_train_batch_end reads gradients"),
     ],
 )
 def test_what_forbids_it_is_said(make, callbacks, options, words):

@@ -1,7 +1,8 @@
 """Steps that read the gradients of the step before, which a memory plan would free before its forward.
 
 Lightning frees them after the forward. Code that mentions ``.grad`` in ``training_step``, in ``forward``, in a method
-that these may call, or in ``on_before_zero_grad``, is taken to read them.
+that these may call, or in ``on_before_zero_grad``, is taken to read them. An optimizer that steps in the backward frees
+them there: every other hook then reads them too late.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ _BEFORE_THE_BACKWARD = {"training_step", "forward", "on_before_zero_grad"}
 _FOREIGN = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "ctdr_lightning")
 
 
-def gradient_reader(module: nn.Module, callbacks: Iterable[Any] = ()) -> str:
+def gradient_reader(module: nn.Module, callbacks: Iterable[Any] = (), *, after_backward: bool = False) -> str:
     """Name the first function that reads gradients before the backward.
 
     Args:
         module: Its own classes and those of its submodules are looked through.
         callbacks: So are theirs.
+        after_backward: Whether to look through the hooks that run after the backward, too.
 
     Returns:
         The function's name; empty if there is none.
@@ -34,13 +36,14 @@ def gradient_reader(module: nn.Module, callbacks: Iterable[Any] = ()) -> str:
     """
     kinds = {base: None for thing in (*module.modules(), *callbacks) for base in type(thing).__mro__}
     own = (kind for kind in kinds if kind.__module__.partition(".")[0] not in _FOREIGN)
-    return next((f"{kind.__name__}.{name}" for kind in own for name in _readers(kind)), "")
+    return next((f"{kind.__name__}.{name}" for kind in own for name in _readers(kind, after_backward)), "")
 
 
-def _readers(kind: type) -> Iterator[str]:
+def _readers(kind: type, after_backward: bool) -> Iterator[str]:
     for name, thing in vars(kind).items():
         hook = hasattr(LightningModule, name) or hasattr(Callback, name)
-        if isinstance(thing, FunctionType) and (name in _BEFORE_THE_BACKWARD or not hook) and _reads(thing.__code__):
+        runs = after_backward or name in _BEFORE_THE_BACKWARD or not hook
+        if isinstance(thing, FunctionType) and runs and _reads(thing.__code__):
             yield name
 
 

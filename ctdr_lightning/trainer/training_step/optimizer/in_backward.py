@@ -11,7 +11,7 @@ gradients of a unit share one storage, which goes with the last of them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import Lock
 from typing import Any
@@ -75,7 +75,7 @@ class StepInBackward:
         """
         if not self._asked or self._handles:
             return
-        reason = hindrance(trainer, module, keeps_gradients=keeps_gradients)
+        reason = hindrance(trainer, module, trainer.optimizers, keeps_gradients=keeps_gradients)
         if reason:
             raise ConfigError(
                 f"{OPTION} is not supported here: {reason}.", "Leave optimizer_step out, or remove the obstacle."
@@ -177,17 +177,19 @@ def _alone(optimizer: Optimizer, index: int, param: Tensor) -> Iterator[None]:
             group["params"] = params
 
 
-def hindrance(trainer: Any, module: LightningModule, *, keeps_gradients: bool) -> str:
+def hindrance(trainer: Any, module: LightningModule, optimizers: Sequence[Optimizer], *, keeps_gradients: bool) -> str:
     """Why the step cannot be inside the backward; empty where it can.
 
     Args:
         trainer: About to train, or in training.
         module: The model.
+        optimizers: The trainer's, or those that it will have.
         keeps_gradients: Whether the gradients of a step are asked for in the next one.
     """
     asked = (
         loop_hindrance(trainer, module, shards=True), _adds_up(trainer), _run_hindrance(trainer),
-        _optimizer_hindrance(trainer), _shard_hindrance(trainer, module), _code_hindrance(trainer, module),
+        _optimizer_hindrance(optimizers), _shard_hindrance(trainer, module, optimizers),
+        _code_hindrance(trainer, module),
     )  # fmt: skip
     for reason in asked:
         if reason:
@@ -226,20 +228,20 @@ def _run_hindrance(trainer: Any) -> str:
     return ""
 
 
-def _optimizer_hindrance(trainer: Any) -> str:
-    if len(trainer.optimizers) != 1:
-        return f"the module has {len(trainer.optimizers)} optimizers"
-    optimizer = trainer.optimizers[0]
+def _optimizer_hindrance(optimizers: Sequence[Optimizer]) -> str:
+    if len(optimizers) != 1:
+        return f"the module has {len(optimizers)} optimizers"
+    (optimizer,) = optimizers
     if updates_one_by_one(optimizer):
         return ""
     return f"{name_of(optimizer)} is not known to update its parameters one by one"
 
 
-def _shard_hindrance(trainer: Any, module: LightningModule) -> str:
+def _shard_hindrance(trainer: Any, module: LightningModule, optimizers: Sequence[Optimizer]) -> str:
     """Only a shard's gradient is known to be complete when it is there: others may be exchanged after the backward."""
     if not is_sharded(trainer.strategy):
         return ""
-    optimizer, names = trainer.optimizers[0], {p: name for name, p in module.named_parameters()}
+    optimizer, names = optimizers[0], {p: name for name, p in module.named_parameters()}
     if kept_in(optimizer, other_than=trainer.strategy.root_device.type):
         return "FSDP's CPUOffloadPolicy may still copy a gradient when its parameter is updated"
     trained = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
@@ -252,5 +254,5 @@ def _code_hindrance(trainer: Any, module: LightningModule) -> str:
         for name in _BETWEEN:
             if overrides(owner, name):
                 return f"{type(owner).__name__}.{name} comes between gradients and their update"
-    reader = gradient_reader(module, trainer.callbacks)
+    reader = gradient_reader(module, trainer.callbacks, after_backward=True)
     return f"{reader} reads gradients, which are freed as they come" if reader else ""

@@ -1,48 +1,18 @@
-"""Foreseen before training: whether batches may run in parts, whether these keep a budget, or what else does."""
+"""Foreseen before training: whether batches may run in parts, and whether these keep a budget."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import LightningModule
 
-from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.memory.account.batch import BatchAccount
-from ctdr_lightning.trainer.options import ELSEWHERE, IN_PARTS, NORMS_IN_PARTS, CallbackOptions
+from ctdr_lightning.trainer.options import IN_PARTS, NORMS_IN_PARTS, CallbackOptions
 from ctdr_lightning.trainer.training_step.optimizer.resident import gradient_sizes
 from ctdr_lightning.trainer.training_step.sub_batches.batch_norm import LEAST_SAMPLES, batch_norm_of
 from ctdr_lightning.trainer.training_step.sub_batches.checks import check_mean, computes_in_half, sub_batch_hindrance
 from ctdr_lightning.trainer.training_step.sub_batches.peaks import SubBatchPeaks
-
-_IN_PARTS = "batches run in parts: exact if their loss is a mean over samples"
-_NORMS = "batches run in parts, each of which BatchNorm normalises by itself, as under DDP on several GPUs"
-_ELSEWHERE = "tensors that do not fit wait off the device, which is exact"
-
-
-def other_means(
-    options: CallbackOptions, trainer: Any, module: LightningModule, error: InfeasibleBudgetError
-) -> tuple[CallbackOptions, str] | None:
-    """The arguments for dense layers and one more means than plans, and this in words; None where there is none.
-
-    Batches whose tensors may wait elsewhere run whole wherever they fit so. All means are exact but for BatchNorm in
-    parts, which the error has to name.
-
-    Args:
-        options: The callback's.
-        trainer: About to train.
-        module: The model.
-        error: The refusal of the whole batch on its device.
-    """
-    moved = options.elsewhere(trainer.strategy.root_device.type) if error.means == ELSEWHERE else None
-    means = parts_means(options, trainer, module)
-    cut = options.in_parts() if means == IN_PARTS or (means and error.means == means) else None
-    if moved is not None:
-        return replace(moved, sub_batches="auto" if cut is not None else None), _ELSEWHERE
-    if cut is None:
-        return None
-    return (cut, _IN_PARTS) if means == IN_PARTS else (replace(cut, batch_norm_in_parts=True), _NORMS)
 
 
 def parts_means(options: CallbackOptions, trainer: Any, module: LightningModule) -> str:

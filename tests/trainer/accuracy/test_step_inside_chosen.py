@@ -1,0 +1,141 @@
+"""A memory budget and no other argument: the optimizer steps in the backward where gradients break the budget."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from ctdr_lightning import CTDRCallback
+from ctdr_lightning.basics.errors import InfeasibleBudgetError
+from ctdr_lightning.decomposition import FactorizedLayer
+from ctdr_lightning.joint import pricing, search
+from ctdr_lightning.joint.turns import Turns
+from ctdr_lightning.trainer.groups import grouped
+from ctdr_lightning.trainer.options import INSIDE, CallbackOptions
+from ctdr_lightning.trainer.training_step.spare_means import SpareMeans
+from tests import parts
+from tests.trainer.training_step.test_step_in_backward import DEPTH, ReadsLate, Wide, fit
+from tests.trainer.true_peaks import Peaks
+
+# The dense step takes 13.0 MiB at least; 10.1 with one gradient at a time.
+BUDGET = "11.5MiB"
+WORDS = "the optimizer updates each parameter in the backward"
+
+
+@pytest.fixture(autouse=True)
+def any_prediction(monkeypatch):
+    monkeypatch.setattr(search, "PREDICTION_ERROR", 1e9)  # predictions come from this machine's clock
+
+
+def callback(budget=BUDGET, **options):
+    return CTDRCallback(memory_budget=budget, **grouped({"verbose": False, **options}))
+
+
+def is_cut(module):
+    return any(isinstance(layer, FactorizedLayer) for layer in module.modules())
+
+
+def test_weights_and_state_are_the_plain_ones_to_the_bit_within_the_budget(caplog):
+    plain, usual = fit(Wide())
+    made, peaks = callback(verbose=True), Peaks()
+    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
+        found, trainer = fit(Wide(), made, peaks)
+    assert WORDS in " ".join(caplog.text.split())
+    assert not is_cut(found)
+    assert parts.same(plain.state_dict(), found.state_dict())
+    assert parts.same(usual.optimizers[0].state_dict(), trainer.optimizers[0].state_dict())
+    assert max(peaks.bytes[1:]) <= made.run.memory.budget_bytes
+
+
+def test_with_room_for_all_gradients_the_step_stays_where_it_is(caplog):
+    made = callback("1GiB", verbose=True)
+    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
+        fit(Wide(), made)
+    assert made.fit.is_dense
+    assert WORDS not in " ".join(caplog.text.split())
+
+
+class Answered(BaseException):
+    """Ends a choice."""
+
+
+@pytest.mark.parametrize(
+    ("trainer", "callbacks", "means"),
+    [
+        ({}, [], INSIDE),
+        ({"gradient_clip_val": 1.0}, [], ""),
+        ({"accumulate_grad_batches": 2}, [], ""),
+        ({}, [ReadsLate], ""),
+    ],
+    ids=str,
+)
+def test_where_the_run_forbids_it_other_means_are_looked_for(monkeypatch, trainer, callbacks, means):
+    real = SpareMeans.keeping
+
+    def keeping(*args):
+        raise Answered(real(*args))
+
+    monkeypatch.setattr(SpareMeans, "keeping", keeping)
+    with pytest.raises(Answered, match=f"^{means}$"):
+        fit(Wide(), callback(), *(kind() for kind in callbacks), **trainer)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"keep_gradients": True}, {"optimizer_state": "disk"}, {"optimizer_step": "in_backward"}, {"max_slowdown": 3.0},
+        {"select": "net.*"}, {"rank": 0.5}, {"rank": "auto"}, {"rank": None}, {"policy": "sqrt"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_where_an_argument_speaks_against_it_it_is_not_tried(given):
+    assert CallbackOptions(memory_budget=BUDGET).inside().optimizer_step == "in_backward"
+    assert CallbackOptions(memory_budget=BUDGET, **given).inside() is None
+
+
+def test_an_optimizer_that_the_user_put_inside_does_not_forbid_a_cut():
+    """Parts, which an argument excludes, were tried for the refusal's sake, and ended in another."""
+    module, _ = fit(Wide(), callback("8MiB", optimizer_step="in_backward"))
+    assert is_cut(module)
+
+
+def test_a_checkpoint_is_taken_up_by_the_shortest_line(tmp_path):
+    whole, _ = fit(Wide(), callback(), max_epochs=2)
+    _, trainer = fit(Wide(), callback(), max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    again, _ = fit(Wide(), callback(), max_epochs=2, ckpt_path=tmp_path / "one.ckpt")
+    assert parts.same(whole.net[0].state_dict(), again.net[0].state_dict())
+    assert CTDRCallback.from_checkpoint(tmp_path / "one.ckpt").options.optimizer_step == "in_backward"
+
+
+class Deep(Wide):
+    """Activations weigh as much as the gradients, so that a plan within the budget takes long."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(*(layer for _ in range(DEPTH) for layer in (nn.Linear(256, 256), nn.Tanh())))
+
+
+@pytest.mark.parametrize(("inside", "taken"), [(2.0, True), (4.0, False)])
+def test_of_two_exact_means_beyond_the_wished_time_the_faster_is_taken(monkeypatch, inside, taken):
+    asked = []
+
+    def keeping(self, copy, step, dense, budget_bytes, slowdown):
+        asked.append(slowdown)
+        return INSIDE if inside <= slowdown else ""
+
+    monkeypatch.setattr(SpareMeans, "keeping", keeping)
+    monkeypatch.setattr(search, "in_turns", lambda dense, step: Turns(1.0, 3.0, 3.0))
+    monkeypatch.setattr(pricing.Pricer, "slowdown", lambda self, seconds: 3.0 if seconds else 1.0)
+    monkeypatch.setattr(search, "PREDICTION_ERROR", 1.0)
+    made = callback("14MiB")
+    module, _ = fit(Deep(), made)
+    assert not is_cut(module)
+    assert (made.run.budget_fit is None) is taken
+    assert 3.0 in asked
+
+
+def test_a_budget_that_no_means_keeps_is_refused():
+    with pytest.raises(InfeasibleBudgetError):
+        fit(Wide(partial(torch.optim.Adam, amsgrad=True)), callback("1KiB"))
