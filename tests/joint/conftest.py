@@ -9,8 +9,3 @@ def short_thoughts():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pricing, "PLANNING_S", 0.1)
         yield
-
-
-@pytest.fixture(autouse=True)
-def _short_searches(short_searches):
-    """For all tests of this folder: the best plans of a search are tests/memory's."""

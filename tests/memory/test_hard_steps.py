@@ -14,6 +14,8 @@ from tests.memory.harness import Bench, check
 from tests.memory.in_a_trainer import trained
 from tests.memory.leaks import assert_nothing_is_installed
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 SHARE = 0.75
 SHIELD_BYTES = 2**13  # small buffers that a guided step copies, of which the simulator does not know
 

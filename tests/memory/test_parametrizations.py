@@ -46,7 +46,10 @@ KINDS = {
 }
 CONVS = [kind for kind in KINDS if kind not in ("orthogonal", "a user's own", "two on one weight")]
 CASES = [(kind, False) for kind in KINDS] + [(kind, True) for kind in CONVS]
-pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning"),
+    pytest.mark.usefixtures("short_searches"),
+]
 
 
 def made(kind: str, convs: bool) -> Bench:

@@ -35,6 +35,8 @@ from tests.memory.leaks import assert_nothing_is_installed
 from tests.memory.unseen_steps import PICTURES, UNSEEN, Convs, raw
 from tests.parts import fit
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 EXACT = [name for name in CODECS if CODECS[name].exact]
 COSTS = [
     CodecCost(name, c.exact, c.needs, c.payload_bits, c.side_bits, c.drops_zeros)

@@ -13,7 +13,6 @@ from ctdr_lightning import CTDRCallback, Memory, Ranks
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.units import parse_bytes
 from ctdr_lightning.cli import main
-from ctdr_lightning.joint import pricing
 from ctdr_lightning.memory import Prepared, max_batch, plan, record_fake
 from tests import parts
 
@@ -197,9 +196,7 @@ def test_the_largest_batch():
 
 
 @pytest.mark.parametrize("budget", [1024, pytest.param("150KiB", marks=pytest.mark.slow)])
-def test_rank_auto(monkeypatch, budget):
-    monkeypatch.setattr(pricing, "PLANNING_S", 0.1)
-
+def test_rank_auto(budget):
     def run(asked):
         callback = CTDRCallback(
             rank="auto", memory_budget=asked, max_slowdown=50.0, memory=Memory(over_budget="raise"), verbose=False

@@ -11,16 +11,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from ctdr_lightning import CTDRCallback, Recovery
-from ctdr_lightning.joint import pricing
 from ctdr_lightning.recovery import Phase
 from tests import forks, parts
 
 N_BATCHES, STEPS = 5, (1, 3, 4, 7)
-
-
-@pytest.fixture(autouse=True)
-def short_thoughts(monkeypatch):
-    monkeypatch.setattr(pricing, "PLANNING_S", 0.1)
 
 
 def numbered(count=20, seed=0):

@@ -7,7 +7,6 @@ from torchmetrics.classification import MulticlassAccuracy
 from ctdr_lightning import CTDRCallback, Ranks
 from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError
 from ctdr_lightning.decomposition import Choices, FactorizedLayer
-from ctdr_lightning.joint import pricing
 from ctdr_lightning.memory.account.batch import with_room
 from ctdr_lightning.trainer.fake_trainer import attach_fake_trainer
 from ctdr_lightning.trainer.groups import grouped
@@ -15,11 +14,6 @@ from ctdr_lightning.trainer.modules import SMALL_ELEMENTS
 from tests import forks, parts
 
 BUDGET = 800_000
-
-
-@pytest.fixture(autouse=True)
-def short_thoughts(monkeypatch):
-    monkeypatch.setattr(pricing, "PLANNING_S", 0.1)
 
 
 def automatic(budget=BUDGET, **options):

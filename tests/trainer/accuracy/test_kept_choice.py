@@ -8,19 +8,11 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 
 from ctdr_lightning import CTDRCallback
-from ctdr_lightning.joint import pricing
 from ctdr_lightning.joint.search import JointSearch
 from ctdr_lightning.trainer.accuracy import kept_choice
 from tests import parts
 
 BUDGET = 800_000  # below every plan of the dense model
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _short_thoughts():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pricing, "PLANNING_S", 0.1)
-        yield
 
 
 @pytest.fixture(scope="module")
