@@ -1,5 +1,6 @@
 """A memory budget and no other argument: the optimizer steps in the backward where gradients break the budget."""
 
+import math
 from functools import partial
 
 import pytest
@@ -11,8 +12,9 @@ from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.decomposition import FactorizedLayer
 from ctdr_lightning.joint import pricing, search
 from ctdr_lightning.joint.turns import Turns
+from ctdr_lightning.trainer.accuracy.auto_rank import Copy
 from ctdr_lightning.trainer.groups import grouped
-from ctdr_lightning.trainer.options import INSIDE, CallbackOptions
+from ctdr_lightning.trainer.options import ELSEWHERE, IN_PARTS, INSIDE, NORMS_IN_PARTS, CallbackOptions
 from ctdr_lightning.trainer.training_step.spare_means import SpareMeans
 from tests import parts
 from tests.trainer.training_step.test_step_in_backward import DEPTH, ReadsLate, Wide, fit
@@ -79,6 +81,27 @@ def test_where_the_run_forbids_it_other_means_are_looked_for(monkeypatch, traine
     monkeypatch.setattr(SpareMeans, "keeping", keeping)
     with pytest.raises(Answered, match=f"^{means}$"):
         fit(Wide(), callback(), *(kind() for kind in callbacks), **trainer)
+
+
+@pytest.mark.parametrize(
+    ("times", "parts_of_batch", "slowdown", "found"),
+    [
+        ({INSIDE: 1.2, ELSEWHERE: 1.1}, IN_PARTS, 1.25, ELSEWHERE),
+        ({INSIDE: 1.1, ELSEWHERE: 1.1}, IN_PARTS, 1.25, INSIDE),
+        ({INSIDE: 1.5}, IN_PARTS, 1.25, ""),
+        ({INSIDE: 1.5, ELSEWHERE: 1.4}, IN_PARTS, math.inf, INSIDE),
+        ({INSIDE: 9.0, ELSEWHERE: 1.4}, IN_PARTS, math.inf, IN_PARTS),
+        ({INSIDE: 9.0, ELSEWHERE: 1.4}, NORMS_IN_PARTS, math.inf, ELSEWHERE),
+        ({INSIDE: 9.0}, "", math.inf, INSIDE),
+        ({}, NORMS_IN_PARTS, math.inf, NORMS_IN_PARTS),
+        ({}, "", math.inf, ""),
+    ],
+)
+def test_the_order_of_the_means(monkeypatch, times, parts_of_batch, slowdown, found):
+    means = SpareMeans(None, None, None)
+    for name, value in {"_fitting": times, "parts": parts_of_batch, "_fits_in_parts": True}.items():
+        monkeypatch.setattr(means, name, lambda *_, value=value: value)
+    assert means.keeping(Copy(None, (0, None), None), None, None, 1, slowdown) == found
 
 
 @pytest.mark.parametrize(
