@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from inspect import signature
 
 import pytest
 import torch
@@ -15,9 +16,11 @@ from ctdr_lightning.joint.turns import Turns
 from ctdr_lightning.trainer.accuracy.auto_rank import Copy
 from ctdr_lightning.trainer.groups import grouped
 from ctdr_lightning.trainer.options import ELSEWHERE, IN_PARTS, INSIDE, NORMS_IN_PARTS, CallbackOptions
+from ctdr_lightning.trainer.training_step import spare_means
+from ctdr_lightning.trainer.training_step.optimizer.in_backward import is_allowed
 from ctdr_lightning.trainer.training_step.spare_means import SpareMeans
 from tests import parts
-from tests.trainer.training_step.test_step_in_backward import DEPTH, ReadsLate, Wide, fit
+from tests.trainer.training_step.test_step_in_backward import DEPTH, ReadsLate, ReadsOn, Twice, Wide, fit
 from tests.trainer.true_peaks import Peaks
 
 # The dense step takes 13.0 MiB at least; 10.1 with one gradient at a time.
@@ -58,8 +61,34 @@ def test_with_room_for_all_gradients_the_step_stays_where_it_is(caplog):
     assert WORDS not in " ".join(caplog.text.split())
 
 
+STEPS = {
+    "plain": (lambda module, batch: module.training_step(batch, 0), True),
+    "a weight in two places": (lambda module, batch: (module.net(batch[0]) @ module.net[0].weight).mean(), True),
+    "a weight in two parts of the backward": (Twice.training_step, False),
+    "a weight that is read after its update": (ReadsOn.training_step, False),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_that_would_fail_inside_is_known_before(name):
+    step, allowed = STEPS[name]
+    batch = [torch.randn(4, 256)]
+    found = is_allowed(Wide(), batch, step if len(signature(step).parameters) == 2 else partial(step, index=0))
+    assert found is allowed
+
+
 class Answered(BaseException):
     """Ends a choice."""
+
+
+@pytest.fixture
+def ends_with_the_answer(monkeypatch):
+    real = SpareMeans.keeping
+
+    def keeping(*args):
+        raise Answered(real(*args))
+
+    monkeypatch.setattr(SpareMeans, "keeping", keeping)
 
 
 @pytest.mark.parametrize(
@@ -72,15 +101,17 @@ class Answered(BaseException):
     ],
     ids=str,
 )
-def test_where_the_run_forbids_it_other_means_are_looked_for(monkeypatch, trainer, callbacks, means):
-    real = SpareMeans.keeping
-
-    def keeping(*args):
-        raise Answered(real(*args))
-
-    monkeypatch.setattr(SpareMeans, "keeping", keeping)
+@pytest.mark.usefixtures("ends_with_the_answer")
+def test_where_the_run_forbids_it_other_means_are_looked_for(trainer, callbacks, means):
     with pytest.raises(Answered, match=f"^{means}$"):
         fit(Wide(), callback(), *(kind() for kind in callbacks), **trainer)
+
+
+@pytest.mark.usefixtures("ends_with_the_answer")
+def test_where_the_step_would_fail_other_means_are_looked_for(monkeypatch):
+    monkeypatch.setattr(spare_means, "is_allowed", lambda *_: False)
+    with pytest.raises(Answered, match=r"^$"):
+        fit(Wide(), callback())
 
 
 @pytest.mark.parametrize(
@@ -99,6 +130,7 @@ def test_where_the_run_forbids_it_other_means_are_looked_for(monkeypatch, traine
 )
 def test_the_order_of_the_means(monkeypatch, times, parts_of_batch, slowdown, found):
     means = SpareMeans(None, None, None)
+    monkeypatch.setattr(spare_means, "is_allowed", lambda *_: True)
     for name, value in {"_fitting": times, "parts": parts_of_batch, "_fits_in_parts": True}.items():
         monkeypatch.setattr(means, name, lambda *_, value=value: value)
     assert means.keeping(Copy(None, (0, None), None), None, None, 1, slowdown) == found

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.memory import record_fake
 from ctdr_lightning.memory.holders.optimizer_state import name_of, updates_one_by_one
 from ctdr_lightning.memory.tape.module_paths import is_fsdp_unit
 from ctdr_lightning.trainer.modules import has_compiled_step, overrides
@@ -175,6 +176,36 @@ def _alone(optimizer: Optimizer, index: int, param: Tensor) -> Iterator[None]:
     finally:
         for group, params in zip(groups, whole, strict=True):
             group["params"] = params
+
+
+def is_allowed(module: LightningModule, batch: Any, step: Callable[[Any, Any], Tensor]) -> bool:
+    """Whether no gradient comes in two parts, and none is computed from a parameter after its update.
+
+    One step shows it, on a copy of the module whose tensors have no contents.
+
+    Args:
+        module: The model, or a copy.
+        batch: As ``step`` takes it.
+        step: From module and batch to the loss.
+    """
+
+    def watched(twin: LightningModule, inputs: Any) -> Tensor:
+        left: set[Tensor] = {param for param in twin.parameters() if param.requires_grad}
+
+        def updated(param: Tensor) -> None:
+            left.remove(param)
+            increment_version(param)
+            param.grad = None
+
+        for param in left:
+            param.register_post_accumulate_grad_hook(updated)
+        return step(twin, inputs)
+
+    try:
+        record_fake(module, batch, watched)
+    except Exception:  # autograd's, of a tensor that was modified in place; or a second part's
+        return False
+    return True
 
 
 def hindrance(trainer: Any, module: LightningModule, optimizers: Sequence[Optimizer], *, keeps_gradients: bool) -> str:
