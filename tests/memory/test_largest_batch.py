@@ -12,6 +12,8 @@ from ctdr_lightning.memory.allocator.reserved import runs_within
 from ctdr_lightning.memory.largest_batch import SHARE, largest, max_batch
 from ctdr_lightning.memory.policies import POLICIES
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 WIDTH = 64
 
 
