@@ -23,4 +23,4 @@ def test_a_dozen_nets(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO)
 def test_every_net(name):
-    check(Bench(*build(name)), seeds=3)
+    check(Bench(*build(name)), seeds=2)

@@ -97,7 +97,7 @@ def test_plans_of_all_actions_are_exact(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO)
 def test_plans_of_all_actions_are_exact_on_every_net(name, tmp_path):
-    check_away(name, 3, tmp_path)
+    check_away(name, 2, tmp_path)
 
 
 def all_away(trace, to="disk"):
