@@ -22,7 +22,7 @@ from ctdr_lightning.memory.simulator.actions import Offload
 from ctdr_lightning.trainer.accuracy.auto_rank import Copy
 from ctdr_lightning.trainer.options import ELSEWHERE, IN_PARTS, INSIDE, NORMS_IN_PARTS, CallbackOptions
 from ctdr_lightning.trainer.training_step.optimizer.candidate_account import candidate_account
-from ctdr_lightning.trainer.training_step.optimizer.in_backward import hindrance, is_allowed
+from ctdr_lightning.trainer.training_step.optimizer.in_backward import hindrance, may_step_inside
 from ctdr_lightning.trainer.training_step.sub_batches.foreseen import fits_in_parts, parts_means
 from ctdr_lightning.trainer.training_step.sub_batches.parts import can_be_cut
 
@@ -71,7 +71,7 @@ class SpareMeans:
         """
         if self._slowdowns is None:
             self._slowdowns = self._fitting(copy, dense, budget_bytes)
-            if INSIDE in self._slowdowns and not is_allowed(copy.module, copy.batch, step):
+            if INSIDE in self._slowdowns and not may_step_inside(copy.module, copy.batch, step):
                 del self._slowdowns[INSIDE]
         times = self._slowdowns
         fastest = min(times, key=times.__getitem__, default="")

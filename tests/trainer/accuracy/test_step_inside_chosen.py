@@ -17,7 +17,7 @@ from ctdr_lightning.trainer.accuracy.auto_rank import Copy
 from ctdr_lightning.trainer.groups import grouped
 from ctdr_lightning.trainer.options import ELSEWHERE, IN_PARTS, INSIDE, NORMS_IN_PARTS, CallbackOptions
 from ctdr_lightning.trainer.training_step import spare_means
-from ctdr_lightning.trainer.training_step.optimizer.in_backward import is_allowed
+from ctdr_lightning.trainer.training_step.optimizer.in_backward import may_step_inside
 from ctdr_lightning.trainer.training_step.spare_means import SpareMeans
 from tests import parts
 from tests.trainer.training_step.test_step_in_backward import DEPTH, ReadsLate, ReadsOn, Twice, Wide, fit
@@ -73,7 +73,7 @@ STEPS = {
 def test_a_step_that_would_fail_inside_is_known_before(name):
     step, allowed = STEPS[name]
     batch = [torch.randn(4, 256)]
-    found = is_allowed(Wide(), batch, step if len(signature(step).parameters) == 2 else partial(step, index=0))
+    found = may_step_inside(Wide(), batch, step if len(signature(step).parameters) == 2 else partial(step, index=0))
     assert found is allowed
 
 
@@ -109,7 +109,7 @@ def test_where_the_run_forbids_it_other_means_are_looked_for(trainer, callbacks,
 
 @pytest.mark.usefixtures("ends_with_the_answer")
 def test_where_the_step_would_fail_other_means_are_looked_for(monkeypatch):
-    monkeypatch.setattr(spare_means, "is_allowed", lambda *_: False)
+    monkeypatch.setattr(spare_means, "may_step_inside", lambda *_: False)
     with pytest.raises(Answered, match=r"^$"):
         fit(Wide(), callback())
 
@@ -130,7 +130,7 @@ def test_where_the_step_would_fail_other_means_are_looked_for(monkeypatch):
 )
 def test_the_order_of_the_means(monkeypatch, times, parts_of_batch, slowdown, found):
     means = SpareMeans(None, None, None)
-    monkeypatch.setattr(spare_means, "is_allowed", lambda *_: True)
+    monkeypatch.setattr(spare_means, "may_step_inside", lambda *_: True)
     for name, value in {"_fitting": times, "parts": parts_of_batch, "_fits_in_parts": True}.items():
         monkeypatch.setattr(means, name, lambda *_, value=value: value)
     assert means.keeping(Copy(None, (0, None), None), None, None, 1, slowdown) == found

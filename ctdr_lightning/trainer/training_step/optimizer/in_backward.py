@@ -178,7 +178,7 @@ def _alone(optimizer: Optimizer, index: int, param: Tensor) -> Iterator[None]:
             group["params"] = params
 
 
-def is_allowed(module: LightningModule, batch: Any, step: Callable[[Any, Any], Tensor]) -> bool:
+def may_step_inside(module: LightningModule, batch: Any, step: Callable[[Any, Any], Tensor]) -> bool:
     """Whether no gradient comes in two parts, and none is computed from a parameter after its update.
 
     One step shows it, on a copy of the module whose tensors have no contents.
