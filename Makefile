@@ -9,12 +9,13 @@ MADE_FROM := constraints.txt pyproject.toml
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-browser lint docs bench clean
+.PHONY: help demo test test-slow test-exhaustive test-browser lint docs bench clean
 
 help:
 	@echo "make demo       dense vs CTDR on handwritten digits: a table and outputs/demo/memory.png"
 	@echo "make test       lint, types and tests"
 	@echo "make test-slow  the tests that take longer than a minute"
+	@echo "make test-exhaustive  the rest of the tables of which the slow tests have a sample: an hour, before a release"
 	@echo "make test-browser  the HTML report in a real Chromium"
 	@echo "make docs       the documentation, in site/"
 	@echo "make bench      all tables against the peers, and outputs/bench/bench.json, on few nets: 40 minutes"
@@ -28,6 +29,9 @@ test: lint
 
 test-slow: $(VENV)/.for-tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m slow
+
+test-exhaustive: $(VENV)/.for-tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m exhaustive
 
 test-browser: $(VENV)/.for-tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser tests/pages

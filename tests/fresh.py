@@ -13,7 +13,9 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import lightning.pytorch  # noqa: F401  imported once and not in each child: what runs is fresh there
 import torch
+import torch._dynamo
 from torch import Tensor, nn
 
 import ctdr_lightning as ctdr

@@ -18,6 +18,8 @@ from ctdr_lightning.cli import COMMANDS, main
 from ctdr_lightning.command_line.named import build_model
 from ctdr_lightning.memory import Plan, record, simulate
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 
 def net():
     """What the commands are given to build."""

@@ -54,8 +54,18 @@ def check_peak(model, batch, checkpointed):
     assert 0.95 * peaks.least <= predicted <= 1.05 * peaks.most
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("model", [SMALL, replace(SMALL, width=256, hidden=1024, tokens=16)])
+WIDER = replace(SMALL, width=256, hidden=1024, tokens=16)
+
+
+@pytest.mark.parametrize(
+    ("model", "checkpointed"),
+    [
+        (SMALL, True),
+        pytest.param(WIDER, False, marks=pytest.mark.slow),
+        pytest.param(SMALL, False, marks=pytest.mark.exhaustive),
+        pytest.param(WIDER, True, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_the_predicted_peak_is_that_of_two_real_ranks(model, checkpointed):
     assert forks.run(check_peak, model, BATCH, checkpointed, ranks=RANKS) == [0, 0]
 
@@ -109,6 +119,7 @@ def test_a_foreseen_batch_is_the_recorded_one(checkpointed):
     assert foreseen.step.seconds == pytest.approx(found.step.seconds, rel=0.01)
 
 
+@pytest.mark.slow
 def test_batches_of_a_row_fill_the_budget_and_no_larger_one_fits():
     search = Search(WIDE, "h100", 8, most=64)
     search.limit_bytes = simulate(search.account(9).whole).peak_bytes

@@ -7,6 +7,7 @@ import torch
 
 from ctdr_lightning import decompose, merge, restore
 from ctdr_lightning.decomposition import FactorizedLayer
+from tests.in_turn import in_turn
 from tests.memory.zoo import ZOO, build
 
 RECURRENT = {"lstm", "gru"}  # no layer of theirs is a module of its own
@@ -20,7 +21,10 @@ LARGE = {
     "r2plus1d_18",
     "swin3d_t",
 }
-NETS = [pytest.param(name, marks=pytest.mark.slow) if name in LARGE else name for name in sorted(set(ZOO) - RECURRENT)]
+NETS = [
+    *in_turn(sorted(set(ZOO) - RECURRENT - LARGE), (), pytest.mark.exhaustive),
+    *in_turn(sorted(LARGE), pytest.mark.slow, pytest.mark.exhaustive),
+]
 
 
 def outputs(model, step):

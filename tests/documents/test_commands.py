@@ -162,6 +162,7 @@ def lines(start):
     return dict.fromkeys(command for _, block in ALL for command in block if command.startswith(start))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", lines("python -m ctdr_recipes.train"))
 def test_the_configuration_of_a_training_command_composes(run, tmp_path, line):
     shutil.rmtree(tmp_path / "torchvision")  # Lightning's metrics would take it for the real one

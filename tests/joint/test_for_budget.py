@@ -250,6 +250,7 @@ def decided():
     return net
 
 
+@pytest.mark.slow
 def test_the_loss_allowed_is_that_of_refined_factors():
     with bench_of(decided(), parts.batches(4), parts.step, progress=False) as own:
         trial = own.best(0.25)

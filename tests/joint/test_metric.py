@@ -165,6 +165,7 @@ def fitted():
     return net, data, fit
 
 
+@pytest.mark.slow
 def test_the_metric_of_the_answer_is_that_of_the_model_as_the_user_gets_it(fitted):
     net, data, fit = fitted
     assert not fit.is_dense

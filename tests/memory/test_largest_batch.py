@@ -167,6 +167,7 @@ def test_few_batches_are_recorded_and_the_answer_is_one_of_them(net):
     assert found.plan.trace.meta == record_fake(net, inputs(found.size), loss).meta, "not a foreseen one"
 
 
+@pytest.mark.slow
 def test_sizes_that_no_known_batch_tells_of_are_recorded(net):
     """From 24 samples on each takes twice as much: what was foreseen from 2 and 16 is too little."""
 
@@ -182,6 +183,7 @@ def test_sizes_that_no_known_batch_tells_of_are_recorded(net):
         plan(record_fake(net, inputs(1 + round(found.size * (1 + SHARE))), kinked), budget)
 
 
+@pytest.mark.slow
 def test_the_largest_batch_in_so_much_time():
     """Where a plan may take any time the batch is larger, and where it may take none it is the plain one."""
     deep = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Conv1d(16, 16, 3, padding=1), nn.Tanh())))

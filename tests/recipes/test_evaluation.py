@@ -40,6 +40,7 @@ def lenet(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_each_technique_has_a_row_of_each_kind(lenet):
     found = Evaluation.from_json((lenet / "evaluation.json").read_text())
     assert [(row.technique, row.limit) for row in found.of("predicted")] == [

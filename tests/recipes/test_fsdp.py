@@ -93,6 +93,7 @@ def peaks(folder, name):
     return [round(peak * 2**30) for peak in found.record.series("ctdr/peak_memory_gib", "step")[1]]
 
 
+@pytest.mark.slow
 def test_a_budget_of_seven_tenths_of_the_plain_peak_is_kept_and_changes_nothing_else(tmp_path):
     deep = [
         *SHARDED,
@@ -110,6 +111,7 @@ def test_a_budget_of_seven_tenths_of_the_plain_peak_is_kept_and_changes_nothing_
     assert max(steps[1:]) <= budget  # the first step is recorded, without a plan
 
 
+@pytest.mark.slow
 def test_a_resumed_sharded_run_is_the_undisturbed_one(tmp_path):
     steady = [*SHARDED, *CUT, "model.scheduler=null", "ckpt_path=last"]
     straight = two(tmp_path, "straight", *steady)
@@ -160,7 +162,7 @@ VIT = ["model=timm", "model.net.model_name=vit_tiny_patch16_224", "+model.net.im
 RESNET = ["model=torchvision", "data=image_folder", "data.image_size=32", "data.n_workers=0", "task.n_classes=2"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("net", "batch"), [(VIT, 16), (RESNET, 3)], ids=["timm", "torchvision"])
 def test_published_nets_are_sharded(tmp_path, image_root, net, batch):
     root = [f"data.root={image_root}"] if net is RESNET else ["+trainer.limit_train_batches=4"]
@@ -186,7 +188,9 @@ def launch(nodes, node, port, folder):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "nodes", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.exhaustive)]
+)
 def test_torchrun_starts_the_processes(trained, tmp_path, nodes):
     port = free_port()
     with ExitStack() as stack:
@@ -196,6 +200,7 @@ def test_torchrun_starts_the_processes(trained, tmp_path, nodes):
     assert parts.same(weights(tmp_path, "run"), weights(trained[0], "sharded"))
 
 
+@pytest.mark.slow
 def test_the_command_starts_the_processes(trained, tmp_path):
     words = ["recipes", "run", "digits_dense", f"hydra.run.dir={tmp_path / 'run'}", "ctdr=default", *UNCUT]
     line = [sys.executable, "-m", "ctdr_lightning.cli", *words, *SHARDED, *TINY, *LONGER]

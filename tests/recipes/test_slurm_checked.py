@@ -57,6 +57,7 @@ def submitted(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_partition_constraint_nodes_and_tasks_reach_sbatch(submitted):
     _, script = submitted(
         "trainer=ddp", "hydra.launcher.partition=gpu", "hydra.launcher.constraint=a100",

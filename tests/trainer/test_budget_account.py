@@ -17,6 +17,7 @@ from ctdr_lightning.trainer.groups import grouped
 from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.training_step.optimizer.candidate_account import candidate_account
 from ctdr_lightning.trainer.training_step.retry.snapshot import Snapshot
+from tests.in_turn import in_turn
 from tests.parts import fit
 
 OPTIMIZERS = {
@@ -114,7 +115,6 @@ def test_a_dense_net_is_chosen_where_it_fits():
 PAIRS = [pair for pair in product(OPTIMIZERS, WAYS) if pair != ("adam, fused", "in the backward")]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("optimizer", "way"), PAIRS)
-def test_what_is_chosen_is_accepted_at_every_budget(optimizer, way):
-    assert check(optimizer, way, SHARES)
+@pytest.mark.parametrize("pair", in_turn(PAIRS, pytest.mark.slow, pytest.mark.exhaustive), ids=", ".join)
+def test_what_is_chosen_is_accepted_at_every_budget(pair):
+    assert check(*pair, SHARES)

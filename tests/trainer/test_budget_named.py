@@ -42,8 +42,17 @@ STEPS = {
 POLICIES = ["auto", "sqrt", "optimal", "optimal_fast", "rotor", "dtr", "capuchin", "checkmate", "keep"]
 
 
-EACH = [(kind, policy, share) for kind in STEPS for policy in POLICIES for share in (0.01, 0.5, 0.98)]
+SHARES = (0.01, 0.5, 0.98)
 FEW = [("convolutions", "auto", 0.5), ("convolutions", "sqrt", 0.5), ("one layer", "auto", 0.98)]
+
+
+def each():
+    """All kinds, policies and shares; the slow tests have each pair of them once."""
+    for k, kind in enumerate(STEPS):
+        for p, policy in enumerate(POLICIES):
+            for s, share in enumerate(SHARES):
+                rest = pytest.mark.slow if (k + p + s) % len(SHARES) == 0 else pytest.mark.exhaustive
+                yield pytest.param(kind, policy, share, marks=[] if (kind, policy, share) in FEW else rest)
 
 
 @cache
@@ -53,9 +62,7 @@ def step_of(kind):
     return Prepared(trace.with_static(12_345))
 
 
-@pytest.mark.parametrize(
-    ("kind", "policy", "share"), [pytest.param(*e, marks=[] if e in FEW else pytest.mark.slow) for e in EACH]
-)
+@pytest.mark.parametrize(("kind", "policy", "share"), list(each()))
 def test_the_planner(kind, policy, share):
     step = step_of(kind)
     try:

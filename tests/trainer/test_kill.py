@@ -17,6 +17,7 @@ from ctdr_lightning.trainer.accuracy import batchnorm_pass as estimator
 from ctdr_lightning.trainer.accuracy import coach
 from ctdr_lightning.trainer.surgeon import Surgeon
 from tests import forks, parts
+from tests.in_turn import in_turn
 
 N_EPOCHS = 5
 PHASES = [Phase(1, "factors", lr_scale=0.5, warmup_epochs=0.5), Phase(1)]
@@ -191,7 +192,7 @@ STAGED_POINTS = {
 }
 
 
-# one of each kind of moment; the slow tests have all, as each takes three seconds
+# One of each kind of moment, as each takes three seconds; the slow tests have every second one of the others.
 OFTEN = (
     "in setup", "before the first cut", "middle of the second phase", "between cut and new optimizer",
     "while BatchNorm is re-estimated", "middle of a stage", "while last.ckpt is written",
@@ -199,9 +200,10 @@ OFTEN = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "point", [pytest.param(p, marks=[] if p in OFTEN else pytest.mark.slow) for p in STAGED_POINTS]
-)
+SELDOM = [point for point in STAGED_POINTS if point not in OFTEN]
+
+
+@pytest.mark.parametrize("point", [*OFTEN, *in_turn(SELDOM, pytest.mark.slow, pytest.mark.exhaustive)])
 def test_killed_in_a_staged_run(tmp_path, tmp_path_factory, point):
     whole = uninterrupted(tmp_path_factory, "staged", STAGED)
     assert whole[0]["progress"]["stage"] == 3

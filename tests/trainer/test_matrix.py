@@ -122,7 +122,7 @@ def test_compiled_modules_run_decomposed(when):
     assert torch.allclose(compiled, run(lambda module: module), atol=1e-5)
 
 
-@pytest.mark.parametrize("share", [1.0, 0.85])
+@pytest.mark.parametrize("share", [pytest.param(1.0, marks=pytest.mark.slow), 0.85])
 def test_a_compiled_step_keeps_to_the_budget(monkeypatch, share):
     # inductor takes ten seconds a graph on a processor
     monkeypatch.setattr(memory_stage, "CompileBackend", partial(CompileBackend, engine="aot_eager"))

@@ -1,6 +1,7 @@
 """Resumed within an epoch, where loaders keep their place: the batches and weights of the undisturbed run."""
 
 import warnings
+from itertools import product
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from ctdr_lightning import CTDRCallback, Recovery
 from ctdr_lightning.recovery import Phase
 from tests import forks, parts
+from tests.in_turn import in_turn
 
 N_BATCHES, STEPS = 5, (1, 3, 4, 7)
 
@@ -127,15 +129,14 @@ def saver(folder):
 OFTEN = {("map", kind) for kind in RECOVERY} | {(name, "rank") for name in LOADERS} | {("map", "auto")}
 
 
+REST = [case for case in product(LOADERS, (*RECOVERY, "auto")) if case not in OFTEN]
+
+
 @pytest.mark.parametrize(
-    ("loader", "kind"),
-    [
-        pytest.param(loader, kind, marks=[] if (loader, kind) in OFTEN else pytest.mark.slow)
-        for loader in LOADERS
-        for kind in (*RECOVERY, "auto")
-    ],
+    "case", [*sorted(OFTEN), *in_turn(REST, pytest.mark.slow, pytest.mark.exhaustive)], ids="-".join
 )
-def test_a_resumed_epoch_goes_on_with_the_batches_of_the_undisturbed_one(tmp_path, loader, kind):
+def test_a_resumed_epoch_goes_on_with_the_batches_of_the_undisturbed_one(tmp_path, case):
+    loader, kind = case
     whole = run(LOADERS[loader], ours(kind), saver(tmp_path))
     for step in STEPS:
         again = run(LOADERS[loader], ours(kind), seed=step, ckpt_path=tmp_path / f"step={step}.ckpt")
@@ -173,7 +174,7 @@ def of_ranks_without_a_state():
 TWO_RANKS = {"strategy": "ddp", "devices": 2, "limit_train_batches": 3}
 
 
-@pytest.mark.parametrize("kind", [*RECOVERY, pytest.param("auto", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["rank", *in_turn(("recovery", "staged", "auto"), pytest.mark.slow)])
 def test_each_of_two_ranks_goes_on_with_its_own_batches(tmp_path, kind):
     def train(folder):
         whole = run(of_ranks, ours(kind), saver(folder), **TWO_RANKS)

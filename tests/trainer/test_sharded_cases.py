@@ -317,9 +317,23 @@ def refusals():
 CASES = [*plans(), *budgets(), *moves(), *cuts(), *recoveries(), *refusals()]
 
 
+# Each option of a plan is in the slow tests on one kind of shards at least, and so are four processes.
+REST = {
+    *((kind, f"{share} of the peak, 4 processes") for kind in KINDS for share in (0.7, 0.5)),
+    *((kind, "0.7 of the peak, 2 processes") for kind in KINDS),
+    *(("tensor parallel", name) for name in PLANS if name not in ("a budget", "sqrt", "bfloat16")),
+    *(("DDP", name) for name in ("a budget", "a static graph", "gradients that are views of buckets")),
+    ("FSDP2", "offloading by a budget"),
+    ("both", "a budget"),
+    ("tensor parallel", "from 2 processes to 4"),
+    ("FSDP2", "from 4 processes to 2"),
+    ("FSDP2", "ranks under a plan, 4 processes"),
+}
+
+
 def row(case):
-    name = f"{case.point}: {case.kind}, {case.name}"
-    return pytest.param(case, id=name, marks=() if case.fast else pytest.mark.slow)
+    rest = pytest.mark.exhaustive if (case.kind, case.name) in REST else pytest.mark.slow
+    return pytest.param(case, id=f"{case.point}: {case.kind}, {case.name}", marks=() if case.fast else rest)
 
 
 @pytest.mark.parametrize("case", [row(case) for case in CASES])

@@ -118,7 +118,7 @@ def check_as_plain(names, options):
         assert state_away_of(trainer.optimizers[0]) is None
 
 
-@pytest.mark.parametrize("budget", [None, "64MiB"])
+@pytest.mark.parametrize("budget", [pytest.param(None, marks=pytest.mark.slow), "64MiB"])
 @pytest.mark.parametrize("options", [DISK, INSIDE], ids=str)
 def test_losses_shards_and_state_are_those_of_plain_sharded_training_to_the_bit(options, budget):
     names = MAKES if budget is None else ["adam"]
@@ -164,7 +164,7 @@ def check_budget(options, share):
     assert parts.same(plain.losses, found.losses)
 
 
-@pytest.mark.parametrize(("options", "share"), [(DISK, 0.755), (INSIDE, 0.97)])
+@pytest.mark.parametrize(("options", "share"), [(DISK, 0.755), pytest.param(INSIDE, 0.97, marks=pytest.mark.slow)])
 def test_a_budget_that_plain_sharded_training_breaks_is_kept_as_predicted(options, share):
     assert forks.run(check_budget, options, share, ranks=2) == [0, 0]
 
@@ -186,7 +186,7 @@ def check_resumed(folder, one_file):
         assert parts.same(result(whole, usual)[1:], result(again, trainer)[1:])
 
 
-@pytest.mark.parametrize("one_file", [False, True])
+@pytest.mark.parametrize("one_file", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_each_kind_of_run_resumes_each_others_checkpoints_to_the_bit(tmp_path, one_file):
     assert forks.run(check_resumed, tmp_path, one_file, ranks=2) == [0, 0]
 
@@ -384,6 +384,7 @@ def check_checkpointed():
         assert parts.same(result(plain, usual), result(found, trainer))
 
 
+@pytest.mark.slow
 def test_checkpoints_around_units_are_no_second_run():
     assert forks.run(check_checkpointed, ranks=2) == [0, 0]
 

@@ -13,6 +13,7 @@ from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.recovery import Phase
 from ctdr_lightning.trainer.structure import factorized_names
 from tests import parts
+from tests.in_turn import in_turn
 from tests.trainer.ways import WAYS, build, train
 
 RECOVERY = Recovery(phases=[Phase(1, "factors", lr_scale=0.5), Phase(1)], batchnorm_batches=2)
@@ -56,7 +57,8 @@ def test_a_plan_changes_no_bit_and_leaves_nothing(name, tmp_path):
     assert [thing() for thing in held if thing() is not None] == []
 
 
-# what changes how layers, optimizers or the schedule are handled; the slow tests have all
+# What changes how layers, optimizers or the schedule are handled; the slow tests have every second one of the others,
+# and test_whole_runs has the rest there.
 CUT_OFTEN = (
     "single device", "bf16-mixed", "bf16-true", "accumulation", "manual optimization, two optimizers",
     "a closure called several times (LBFGS)", "a schedule of steps (OneCycleLR)", "parameter groups", "configure_model",
@@ -66,10 +68,10 @@ CUT_OFTEN = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in CUT_OFTEN else pytest.mark.slow) for name, way in WAYS.items() if way.cuts],
-)
+REST = [name for name, way in WAYS.items() if way.cuts and name not in CUT_OFTEN]
+
+
+@pytest.mark.parametrize("name", [*CUT_OFTEN, *in_turn(REST, pytest.mark.exhaustive, pytest.mark.slow)])
 def test_layers_are_cut_and_recovered_and_the_checkpoint_is_whole(name, tmp_path):
     module, trainer = train(name, tmp_path, cut())
     assert trainer.state.status == "finished"

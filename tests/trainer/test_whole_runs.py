@@ -6,16 +6,15 @@ from lightning.pytorch import Callback
 from ctdr_lightning import CTDRCallback, Memory
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from tests import parts
+from tests.in_turn import in_turn
 from tests.trainer.true_peaks import Peaks, named
 from tests.trainer.ways import WAYS, build, train
 
-# One of each kind of module, data, precision and callback; the slow tests have all.
+# One of each kind of module, data, precision and callback; the slow tests have every second one of the others.
 OFTEN = (
     "single device", "bf16-mixed", "accumulation", "manual optimization, two optimizers",
-    "a closure called several times (LBFGS)", "configure_model", "iterable data", "several train dataloaders",
-    "a smaller last batch", "a step that returns None", "hooks that read gradients",
-    "own backward, zero_grad and clipping", "own activation checkpointing", "channels_last", "val within the epoch",
-    "StochasticWeightAveraging", "ModelPruning",
+    "a closure called several times (LBFGS)", "iterable data", "a smaller last batch", "a step that returns None",
+    "hooks that read gradients", "own activation checkpointing", "StochasticWeightAveraging",
 )  # fmt: skip
 # Lightning's own resumed run is not the undisturbed one: it reads 64-bit weights into 32-bit ones, stops later where
 # EarlyStopping stopped, and saves pruned weights without their masks. After fast_dev_run nothing is left to do.
@@ -23,7 +22,8 @@ NOT_RESUMED = ("64-true", "EarlyStopping", "min_epochs", "ModelPruning", "fast_d
 
 
 def ways():
-    return [pytest.param(n, marks=[] if n in OFTEN else pytest.mark.slow) for n in WAYS]
+    rest = [name for name in WAYS if name not in OFTEN]
+    return [*OFTEN, *in_turn(rest, pytest.mark.slow, pytest.mark.exhaustive)]
 
 
 def budgeted(budget_bytes):

@@ -8,7 +8,6 @@ from ctdr_lightning.memory.bounds.lower_bound import lower_bound_seconds
 from ctdr_lightning.memory.policies.auto import Descent
 from ctdr_lightning.memory.search.fastest import NO_GAP
 from tests.memory.graphs import GRAPHS, chain, graph_trace
-from tests.memory.policies.nets import quick
 from tests.memory.policies.test_conformance import benched
 
 TRACES = {
@@ -42,7 +41,7 @@ def test_it_is_no_worse_than_any_other(name):
                 assert mine.peak_bytes <= other.peak_bytes
 
 
-@pytest.mark.parametrize("name", quick(TRACES))
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "T")) for n in TRACES])
 def test_less_memory_takes_no_less_time(name):
     """Each budget is searched by itself, to a quarter of a percent of its bound."""
     trace = TRACES[name]()

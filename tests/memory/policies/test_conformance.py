@@ -92,7 +92,7 @@ def test_the_same_trace_gives_the_same_plan(policy, net):
             assert POLICIES[policy](again, budget).actions == first
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("net", quick(["residual"]))
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name not in CLOCKED])
 def test_a_budget_that_an_error_names_is_accepted(policy, net, seed, monkeypatch):

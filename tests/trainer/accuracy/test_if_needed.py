@@ -259,7 +259,7 @@ def test_layers_are_cut_where_no_exact_plan_fits(bounds):
     assert made.run.memory.session.plan.peak_bytes <= budget
 
 
-@pytest.mark.parametrize("n_batches", [1, 2, 4, 8])
+@pytest.mark.parametrize("n_batches", [1, 4, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 8))])
 def test_a_chosen_budget_is_kept_with_accumulated_gradients(bounds, n_batches):
     """Gradients stay for the next batches, so the dense model needs more, and the choice counts that."""
     budget = round(0.9 * bounds[1])

@@ -149,12 +149,14 @@ def test_where_an_argument_speaks_against_it_it_is_not_tried(given):
     assert CallbackOptions(memory_budget=BUDGET, **given).inside() is None
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_the_user_put_inside_does_not_forbid_a_cut():
     """Parts, which an argument excludes, were tried for the refusal's sake, and ended in another."""
     module, _ = fit(Wide(), callback("8MiB", optimizer_step="in_backward"))
     assert is_cut(module)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_taken_up_by_the_shortest_line(tmp_path):
     whole, _ = fit(Wide(), callback(), max_epochs=2)
     _, trainer = fit(Wide(), callback(), max_epochs=1)

@@ -106,14 +106,11 @@ def train(kind, data, *callbacks):
     return module, kinds.rows
 
 
-@pytest.mark.parametrize(
-    ("case", "share"),
-    [
-        pytest.param(case, share, marks=[] if share == 0.8 else pytest.mark.slow)
-        for case in CASES
-        for share in (0.9, 0.8, 0.7, 0.6)
-    ],
-)
+SHARES = {0.9: pytest.mark.exhaustive, 0.8: (), 0.7: pytest.mark.exhaustive, 0.6: pytest.mark.slow}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("share", [pytest.param(share, marks=marks) for share, marks in SHARES.items()])
 def test_no_kind_of_step_runs_over_the_budget_before_it_is_planned(case, share):
     kind, make = CASES[case]
     parts.seed_everything(1, verbose=False)

@@ -124,7 +124,7 @@ def test_outputs_that_outlive_the_step_are_made(plain):
     assert callback.seen.isfinite().all()
 
 
-@pytest.mark.parametrize("rank", ["if_needed", None])
+@pytest.mark.parametrize("rank", [pytest.param("if_needed", marks=pytest.mark.slow), None])
 def test_a_metric_that_wants_probabilities_makes_logits_that_the_loss_does_not_use(rank):
     wanted = trained(kind="metric")
     callback = CTDRCallback(TIGHT + 50 * MIB, rank=rank)

@@ -213,6 +213,7 @@ def test_the_error_names_it_and_the_budget_holds_with_it():
     equal(plain.gradients[:1], cut.gradients[:1], SINGLE)
 
 
+@pytest.mark.slow
 def test_each_size_of_batch_has_its_own_number():
     rows = ROWS + 64
     loader = DataLoader(samples(rows), ROWS), None
@@ -267,6 +268,7 @@ def test_batch_norm_is_refused_unless_it_is_frozen():
     assert "sub_batches" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_parts_that_batch_norm_normalises_by_themselves_are_advised():
     with pytest.raises(InfeasibleBudgetError) as caught:
         fit(Deep(layer=batch_norm), memory_budget="4MiB", loader=large())
