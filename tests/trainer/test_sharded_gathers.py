@@ -207,6 +207,7 @@ def peaks_of(trace):
     return found.peak_bytes, found.forward_peak_bytes
 
 
+@pytest.mark.slow
 def test_the_step_with_weights_that_stay_is_foreseen_to_the_byte():
     assert forks.run(check_traces, ranks=2, timeout_s=200) == [0, 0]
 
@@ -224,6 +225,7 @@ def check_uneven():
     assert set(ours.run.memory.units.key) == many
 
 
+@pytest.mark.slow
 def test_ranks_with_other_batches_agree_on_what_all_of_them_propose():
     assert forks.run(check_uneven, ranks=2, timeout_s=200) == [0, 0]
 
@@ -240,6 +242,7 @@ def check_validated():
     assert not ours.run.memory.session.plan.keeps_all
 
 
+@pytest.mark.slow
 def test_a_validation_between_two_steps_changes_none():
     assert forks.run(check_validated, ranks=2, timeout_s=200) == [0, 0]
 

@@ -11,6 +11,7 @@ from ctdr_lightning import CTDRCallback
 from ctdr_lightning.joint.search import JointSearch
 from ctdr_lightning.trainer.accuracy import kept_choice
 from tests import parts
+from tests.in_turn import in_turn
 
 BUDGET = 800_000  # below every plan of the dense model
 
@@ -65,8 +66,11 @@ def test_the_same_question_is_answered_without_a_search(tmp_path, first, searche
     assert (said in caplog.messages) is verbose
 
 
+OTHERS = in_turn([{"budget": BUDGET + 1}, {"seed": 1}, {"gradient_clip_val": 1.0}], (), *[pytest.mark.slow] * 2)
+
+
 @pytest.mark.usefixtures("first")
-@pytest.mark.parametrize("other", [{"seed": 1}, {"budget": BUDGET + 1}, {"gradient_clip_val": 1.0}], ids=str)
+@pytest.mark.parametrize("other", OTHERS, ids=str)
 def test_another_question_is_searched_for(tmp_path, searches, other):
     fit(tmp_path, **other)
     assert len(searches) == 1
@@ -96,6 +100,7 @@ def test_a_file_that_cannot_be_read_is_written_anew(tmp_path, searches, text):
     assert json.loads(kept.read_text())["choices"] == json.loads(good)["choices"]
 
 
+@pytest.mark.slow
 def test_a_run_that_leaves_no_files_keeps_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fit(tmp_path, logger=False)
