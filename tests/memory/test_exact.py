@@ -2,7 +2,6 @@
 
 import pytest
 
-from tests.in_turn import in_turn
 from tests.memory.harness import Bench, check
 from tests.memory.zoo import ZOO, build
 
@@ -22,10 +21,7 @@ def test_a_dozen_nets(name):
     check(Bench(*build(name)), seeds=2)
 
 
-# Among the slow tests test_tape_away has every second network, with all actions, and this file has the others.
-REST = [net for net in in_turn(ZOO, pytest.mark.exhaustive, pytest.mark.slow) if net.values[0] not in QUICK]
-
-
-@pytest.mark.parametrize("name", REST)
+@pytest.mark.exhaustive  # test_tape_away has them among the slow tests, with all actions
+@pytest.mark.parametrize("name", [name for name in ZOO if name not in QUICK])
 def test_every_other_net(name):
     check(Bench(*build(name)), seeds=2)

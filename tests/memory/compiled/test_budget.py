@@ -12,6 +12,7 @@ from benchmarks.steps import step_peak_bytes
 from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError
 from ctdr_lightning.memory.compiled import partition
 from ctdr_lightning.memory.compiled.backend import CompileBackend, ctdr
+from tests.in_turn import in_turn
 from tests.memory.compiled.nets import NETS, Step
 from tests.memory.compiled.test_hard_steps import dropping
 
@@ -190,8 +191,9 @@ def test_nothing_is_imported_before_something_is_compiled():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("share", [1.0, 0.8, 0.65])
+@pytest.mark.parametrize(
+    "share", [pytest.param(0.65, marks=pytest.mark.slow), *in_turn([1.0, 0.8], pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize("name", NETS)
 def test_inductor_keeps_to_the_budget(name, share):
     step = Step(name)

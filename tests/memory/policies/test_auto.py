@@ -7,6 +7,7 @@ from ctdr_lightning.memory import POLICIES, Budget, Prepared, Trace, plan, simul
 from ctdr_lightning.memory.bounds.lower_bound import lower_bound_seconds
 from ctdr_lightning.memory.policies.auto import Descent
 from ctdr_lightning.memory.search.fastest import NO_GAP
+from tests.in_turn import in_turn
 from tests.memory.graphs import GRAPHS, chain, graph_trace
 from tests.memory.policies.test_conformance import benched
 
@@ -22,7 +23,9 @@ def at(trace, share):
     return int(trace.resident_bytes + share * (simulate(trace).peak_bytes - trace.resident_bytes))
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "residual")) for n in TRACES])
+@pytest.mark.parametrize(
+    "name", ["residual", *in_turn([n for n in TRACES if n != "residual"], pytest.mark.slow, pytest.mark.exhaustive)]
+)
 def test_it_is_no_worse_than_any_other(name):
     trace = TRACES[name]()
     step = Prepared(trace)
@@ -41,7 +44,9 @@ def test_it_is_no_worse_than_any_other(name):
                 assert mine.peak_bytes <= other.peak_bytes
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "T")) for n in TRACES])
+@pytest.mark.parametrize(
+    "name", ["T", *in_turn([n for n in TRACES if n != "T"], pytest.mark.exhaustive, pytest.mark.slow)]
+)
 def test_less_memory_takes_no_less_time(name):
     """Each budget is searched by itself, to a quarter of a percent of its bound."""
     trace = TRACES[name]()
