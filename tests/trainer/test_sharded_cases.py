@@ -327,6 +327,7 @@ REST = {
     ("both", "a budget"),
     ("tensor parallel", "from 2 processes to 4"),
     ("FSDP2", "from 4 processes to 2"),
+    ("tensor parallel", "0.5 of the peak, 2 processes"),
     ("FSDP2", "ranks under a plan, 4 processes"),
 }
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from ctdr_lightning import CTDRCallback
 from ctdr_lightning.trainer.reports.event_words import words_of
 from tests import forks, parts
+from tests.in_turn import in_turn
 from tests.trainer.training_step import test_retry
 
 ROWS, WIDTH, DEPTH = 2**16, 64, 12  # an activation is 16 MiB, and the forward saves 12 and more of them
@@ -93,8 +94,8 @@ CASES = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+# Each takes 40 s: its processes import torch and Lightning afresh, under a limit of their address space.
+@pytest.mark.parametrize("case", in_turn(CASES, pytest.mark.slow, pytest.mark.exhaustive))
 def test_a_rescued_run_ends_like_one_with_memory_enough(case, tmp_path):
     kind, batch, options = CASES[case]
     assert forks.run(rescued, kind, batch, tmp_path, options, timeout_s=300, start="spawn") == [0]
