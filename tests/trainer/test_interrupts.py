@@ -99,7 +99,7 @@ def test_a_cut_is_whole_or_absent_wherever_it_is_interrupted(tmp_path, case):
     check_interrupts(tmp_path, case, N_POINTS)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", CASES)
 def test_a_cut_is_whole_or_absent_at_many_more_lines(tmp_path, case):
     check_interrupts(tmp_path, case, MANY_POINTS)
@@ -150,7 +150,7 @@ def test_the_bare_function_cuts_all_or_nothing(kind):
     check_bare(kind, 6)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["by weights", "with data", "attention"])
 def test_the_bare_function_cuts_all_or_nothing_at_many_more_lines(kind):
     check_bare(kind, 250)

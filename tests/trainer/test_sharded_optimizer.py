@@ -186,7 +186,7 @@ def check_resumed(folder, one_file):
         assert parts.same(result(whole, usual)[1:], result(again, trainer)[1:])
 
 
-@pytest.mark.parametrize("one_file", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("one_file", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_each_kind_of_run_resumes_each_others_checkpoints_to_the_bit(tmp_path, one_file):
     assert forks.run(check_resumed, tmp_path, one_file, ranks=2) == [0, 0]
 
@@ -305,7 +305,7 @@ def check_columns(options, groups):
     assert parts.same(result(plain, usual), result(found, trainer))
 
 
-@pytest.mark.parametrize("groups", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("groups", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("options", [DISK, INSIDE], ids=str)
 def test_tensor_parallel_training_is_as_before_to_the_bit(options, groups):
     assert forks.run(check_columns, options, groups, ranks=2 * groups) == [0] * (2 * groups)
