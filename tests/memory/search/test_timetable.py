@@ -1,6 +1,7 @@
 """Moving as a choice of the search: its ticks are those of the settled plan, and no other policy's moves are better."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -76,12 +77,15 @@ def test_a_move_is_taken_back_for_what_it_waits():
     assert moves.look(moves.n_choices * item).seconds < 0
 
 
+TIMES, LARGER = (0.3, 1.0, 3.0), ("T", "DenseNet-like")
+
+
 @pytest.mark.parametrize(
     ("net", "times"),
     [
-        pytest.param(net, times, marks=[pytest.mark.slow] * (net != "residual"))
-        for net in ("residual", "T", "DenseNet-like")
-        for times in (0.3, 1.0, 3.0)
+        *product(["residual"], TIMES),
+        *(pytest.param(net, 1.0, marks=pytest.mark.slow) for net in LARGER),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in product(LARGER, (0.3, 3.0))),
     ],
 )
 def test_no_policy_that_moves_is_ahead(net, times):
