@@ -51,7 +51,7 @@ def test_running_averages_advance_once_under_a_plan_and_twice_under_a_checkpoint
     assert rows[SPLIT].training == "other training"  # each part has a mean and a variance of its own
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_compiled_step_is_the_plain_one_up_to_rounding(small, monkeypatch):
     ways = {PLAIN: alternatives.WAYS[PLAIN], **{name: alternatives.WAYS[name] for name in (BLOCKS, SELECTIVE, LORA)}}
     setting = partial(alternatives.compiled, activation_memory_budget=0.5)

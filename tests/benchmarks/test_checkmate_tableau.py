@@ -63,10 +63,10 @@ def test_uniform_chain_has_the_known_optimum(n_layers, budget, relaxed, optimum)
     assert peak <= budget
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("n_layers", "budget", "optimum"), [(16, 9, 1.1875), (16, 7, 1.250), (24, 16, 1.139), (24, 10, 1.222)]
 )
-@pytest.mark.slow
 def test_longer_uniform_chains_have_the_known_optimum(n_layers, budget, optimum):
     graph = training_chain(n_layers)
     assert solve_tableau(graph, budget, 200).seconds / sum(graph.seconds) == pytest.approx(optimum, abs=5e-4)

@@ -25,7 +25,7 @@ def short(tmp_path_factory):
     return folder, rows
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ctdr_is_twice_smaller_and_takes_at_most_sixty_percent_of_the_memory(short):
     _, rows = short
     dense, ours = rows["dense"], rows["for 30 MiB"]
@@ -33,33 +33,33 @@ def test_ctdr_is_twice_smaller_and_takes_at_most_sixty_percent_of_the_memory(sho
     assert ours.memory.peak_bytes <= 0.6 * dense.memory.peak_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_budget_is_what_the_step_takes_at_most(short):
     _, rows = short
     options = demo.MEMORY["for 30 MiB"]
     assert 0.9 <= rows["for 30 MiB"].memory.peak_bytes / parse_bytes(options["memory_budget"]) <= 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_decomposition_alone_takes_more_memory(short):
     _, rows = short
     assert rows["for 30 MiB"].memory.peak_bytes < rows["decomposed"].memory.peak_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_network_learned(short):
     _, rows = short
     assert all(row.accuracy > 0.85 for row in rows.values())
     assert all(row.step_s > 0 for row in rows.values())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_picture_is_saved(short):
     folder, _ = short
     assert (folder / "memory.png").stat().st_size > 10_000
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_figures_are_kept(short):
     folder, rows = short
     kept = demo.from_json((folder / "demo.json").read_text())

@@ -132,9 +132,7 @@ OFTEN = {("map", kind) for kind in RECOVERY} | {(name, "rank") for name in LOADE
 REST = [case for case in product(LOADERS, (*RECOVERY, "auto")) if case not in OFTEN]
 
 
-@pytest.mark.parametrize(
-    "case", [*sorted(OFTEN), *in_turn(REST, pytest.mark.slow, pytest.mark.exhaustive)], ids="-".join
-)
+@pytest.mark.parametrize("case", [*sorted(OFTEN), *in_turn(REST, pytest.mark.exhaustive)], ids="-".join)
 def test_a_resumed_epoch_goes_on_with_the_batches_of_the_undisturbed_one(tmp_path, case):
     loader, kind = case
     whole = run(LOADERS[loader], ours(kind), saver(tmp_path))

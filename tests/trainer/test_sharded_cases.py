@@ -321,11 +321,11 @@ CASES = [*plans(), *budgets(), *moves(), *cuts(), *recoveries(), *refusals()]
 REST = {
     *((kind, f"{share} of the peak, 4 processes") for kind in KINDS for share in (0.7, 0.5)),
     *((kind, "0.7 of the peak, 2 processes") for kind in KINDS),
-    *(("tensor parallel", name) for name in PLANS if name not in ("a budget", "sqrt", "bfloat16")),
+    *(("tensor parallel", name) for name in PLANS if name not in ("a budget", "sqrt")),
     *(("DDP", name) for name in ("a budget", "a static graph", "gradients that are views of buckets")),
     ("FSDP2", "offloading by a budget"),
     ("both", "a budget"),
-    ("tensor parallel", "from 2 processes to 4"),
+    *(("tensor parallel", name) for name in ("from 2 processes to 4", "a teacher", "phases that freeze and warm up")),
     ("FSDP2", "from 4 processes to 2"),
     ("tensor parallel", "0.5 of the peak, 2 processes"),
     ("FSDP2", "ranks under a plan, 4 processes"),

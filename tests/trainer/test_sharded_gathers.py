@@ -182,7 +182,7 @@ def check_slow(kind):
         check_peaks(kind)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(Gpt, marks=pytest.mark.slow), Mlp])
+@pytest.mark.parametrize("kind", [pytest.param(Gpt, marks=pytest.mark.exhaustive), Mlp])
 def test_predicted_peaks_are_the_measured_ones_where_weights_stay(kind):
     assert forks.run(check_slow, kind, ranks=2, timeout_s=200) == [0, 0]
 

@@ -66,7 +66,7 @@ def test_the_same_question_is_answered_without_a_search(tmp_path, first, searche
     assert (said in caplog.messages) is verbose
 
 
-OTHERS = in_turn([{"budget": BUDGET + 1}, {"seed": 1}, {"gradient_clip_val": 1.0}], (), *[pytest.mark.slow] * 2)
+OTHERS = in_turn([{"budget": BUDGET + 1}, {"seed": 1}, {"gradient_clip_val": 1.0}], (), *[pytest.mark.exhaustive] * 2)
 
 
 @pytest.mark.usefixtures("first")

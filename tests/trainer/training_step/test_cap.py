@@ -60,9 +60,13 @@ def run(budget, tmp_path):
     return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("budget", "finishes", "rescued"), [("none", False, False), ("128MiB", True, False), ("8GiB", True, True)]
+    ("budget", "finishes", "rescued"),
+    [
+        pytest.param("none", False, False, marks=pytest.mark.exhaustive),
+        pytest.param("128MiB", True, False, marks=pytest.mark.slow),
+        pytest.param("8GiB", True, True, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_hard_cap(budget, finishes, rescued, tmp_path):
     done = run(budget, tmp_path)

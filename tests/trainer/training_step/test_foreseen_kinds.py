@@ -106,7 +106,7 @@ def train(kind, data, *callbacks):
     return module, kinds.rows
 
 
-SHARES = {0.9: pytest.mark.exhaustive, 0.8: (), 0.7: pytest.mark.exhaustive, 0.6: pytest.mark.slow}
+SHARES = {0.9: pytest.mark.exhaustive, 0.8: (), 0.7: pytest.mark.exhaustive, 0.6: pytest.mark.exhaustive}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -50,7 +50,7 @@ def fit(batches, every):
     return watch.seen, callback.run.memory.session
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_thousand_guided_steps():
     seen, session = fit([torch.randn(4, 8) for _ in range(1000)], every=250)
     assert session.guided
