@@ -15,7 +15,7 @@ help:
 	@echo "make demo       dense vs CTDR on handwritten digits: a table and outputs/demo/memory.png"
 	@echo "make test       lint, types and tests"
 	@echo "make test-slow  the tests that take longer than a minute"
-	@echo "make test-exhaustive  the rest of the tables of which the slow tests have a sample: an hour, before a release"
+	@echo "make test-exhaustive  rows of long tables of which CI has a sample, and the longest runs: before a release"
 	@echo "make test-browser  the HTML report in a real Chromium"
 	@echo "make docs       the documentation, in site/"
 	@echo "make bench      all tables against the peers, and outputs/bench/bench.json, on few nets: 40 minutes"

@@ -57,8 +57,7 @@ def test_a_plan_changes_no_bit_and_leaves_nothing(name, tmp_path):
     assert [thing() for thing in held if thing() is not None] == []
 
 
-# What changes how layers, optimizers or the schedule are handled; the slow tests have every second one of the others,
-# and test_whole_runs has the rest there.
+# What changes how layers, optimizers or the schedule are handled; the slow tests have every second one of the others.
 CUT_OFTEN = (
     "single device", "bf16-mixed", "bf16-true", "accumulation", "manual optimization, two optimizers",
     "a closure called several times (LBFGS)", "a schedule of steps (OneCycleLR)", "parameter groups", "configure_model",

@@ -63,7 +63,7 @@ def run(budget, tmp_path):
 @pytest.mark.parametrize(
     ("budget", "finishes", "rescued"),
     [
-        pytest.param("none", False, False, marks=pytest.mark.exhaustive),
+        pytest.param("none", False, False, marks=pytest.mark.slow),
         pytest.param("128MiB", True, False, marks=pytest.mark.slow),
         pytest.param("8GiB", True, True, marks=pytest.mark.exhaustive),
     ],
