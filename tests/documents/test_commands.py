@@ -180,7 +180,7 @@ def test_a_benchmark_knows_the_options_that_a_page_gives_it(line, monkeypatch, c
     words = shlex.split(line)
     monkeypatch.setattr(sys, "argv", [words[2], "--help"])
     with pytest.raises(SystemExit) as ended:
-        runpy.run_module(words[2], run_name="__main__")
+        runpy.run_module(words[2], run_name="__main__", alter_sys=True)
     assert not ended.value.code
     shown = capsys.readouterr().out
     assert all(word in shown for word in words[3:] if word.startswith("--"))
