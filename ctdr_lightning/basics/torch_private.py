@@ -37,9 +37,8 @@ def unusable_torch(missing: str, found: str) -> ImportError:
 
 
 try:
-    # Keys of the dispatcher, and guards that take some of them out of a call's way. No public call reaches below
-    # autograd: `detach()` in Python gives a tensor a version counter of its own there, so that later writes in place
-    # would go unnoticed.
+    # Keys of the dispatcher, and guards against some of them. No public call reaches below autograd: `detach()` in
+    # Python gives a tensor a version counter of its own there, so that later writes in place would go unnoticed.
     from torch import _foreach_copy_ as foreach_copy_  # many tensors with one launch; `copy_` is one each
     from torch._C import DisableTorchFunctionSubclass as NoTorchFunction
     from torch._C import DispatchKey, DispatchKeySet
@@ -278,15 +277,16 @@ def fake_devices_hidden(from_cpp: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def cuda_thought_available(bf16: bool) -> Iterator[None]:
-    """Let ``torch.autocast("cuda")`` work without a card: it asks whether there is one, and nothing else does.
+def cuda_thought_available(capability: tuple[int, int]) -> Iterator[None]:
+    """Let ``torch.autocast("cuda")`` and modules that ask for a card's compute capability work without a card.
 
     Args:
-        bf16: Whether the card computes in bf16.
+        capability: Compute capability of the card; bf16 from (8, 0) on.
     """
     with (
         patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
-        patch.object(torch.cuda, "is_bf16_supported", lambda *_, **__: bf16),
+        patch.object(torch.cuda, "is_bf16_supported", lambda *_, **__: capability >= (8, 0)),
+        patch.object(torch.cuda, "get_device_capability", lambda *_: capability),
     ):
         yield
 

@@ -99,7 +99,7 @@ class BudgetFit(_Numbers):
             runs in ``TiledModules(model, fit.tiles)``.
         start: Weighting of errors by which the chosen factors were made.
         search_s: Seconds that the choice took.
-        untrained: Whether layers were cut whose dense weights all had the spectrum of random numbers.
+        untrained: Whether layers were cut of a network whose weights have the spectra of random numbers.
         dense_step: The dense model's step on the recorded batch, with all resident bytes; None where the fit was read
             from JSON, which leaves it out.
     """

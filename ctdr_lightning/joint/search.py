@@ -121,7 +121,8 @@ class JointSearch:
     def _ask(self, dense: PricedChoice, slowdown: float) -> None:
         """End the search where a means of the caller's keeps the budget in so many dense steps."""
         if means := self._spare(slowdown):
-            raise self._shortfall.spared(self._limits, dense, means, cuts=slowdown > self._limits.slowdown)
+            cuts = slowdown > self._limits.slowdown and not self._harmless.forbids_cuts
+            raise self._shortfall.spared(self._limits, dense, means, cuts=cuts)
 
     def _first(self, slowdown: float, allowance: Allowance) -> PricedChoice | None:
         """The first candidate within a time and an allowed loss, with the reason; None if there is none."""

@@ -308,7 +308,7 @@ class Surgeon:
         """Name the warm-up where an untrained network is about to be cut."""
         layers = [layer for layer in find_layers(model, select) if not layer.refusal]
         weightless = any(parameter.is_meta for parameter in model.parameters())
-        if not weightless and look_untrained(layer.weight for layer in layers):
+        if layers and not weightless and look_untrained(model.parameters()):
             rank_zero_warn(
                 'CTDR: the network looks untrained. recovery=Recovery(cut_epochs="auto") trains it densely first, and '
                 "cuts it once its layers' spectra have settled."

@@ -126,8 +126,8 @@ class Bench:
 
     @cached_property
     def looks_untrained(self) -> bool:
-        """Whether every dense weight has the spectrum of random numbers."""
-        return look_untrained(layer.weight for layer in self.layers if not layer.refusal)
+        """Whether the dense weights have the spectra of random numbers."""
+        return look_untrained(self.model.parameters())
 
     @property
     def starts(self) -> tuple[Start, ...]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ctdr_lightning.basics.torch_private import FakeTensorMode, OpOverload, no_dispatch_modes, tree_map_only
+from ctdr_lightning.memory.recorder.grouped_mm import GROUPED_MM, grouped_mm
 
 _LAYER = torch.ops.aten.mkldnn_rnn_layer.default
 LAYER_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
@@ -28,6 +29,8 @@ class CpuFakes(FakeTensorMode):
         self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run an operator on fake tensors."""
+        if func is GROUPED_MM:
+            return grouped_mm(args, kwargs or {})
         out: Any = super().__torch_dispatch__(func, types, args, kwargs or {})
         if func is not _LAYER:
             return out

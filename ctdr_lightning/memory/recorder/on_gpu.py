@@ -33,6 +33,7 @@ from ctdr_lightning.basics.torch_private import (
 from ctdr_lightning.memory.recorder import gpu_rules
 from ctdr_lightning.memory.recorder.gpu_autocast import Autocast
 from ctdr_lightning.memory.recorder.gpu_rules import Rule
+from ctdr_lightning.memory.recorder.grouped_mm import GROUPED_MM, grouped_mm
 
 GPU = torch.device("cuda", 0)
 _PROCESSOR = torch.device("cpu")
@@ -58,7 +59,7 @@ class GpuFakes(FakeTensorMode):
         """Let the fake tensors run the GPU's kernels."""
         rules = gpu_rules.card_rules(self._gpu)
         with _ONE_AT_A_TIME, ExitStack() as stack:
-            stack.enter_context(cuda_thought_available(bf16=(self._gpu.compute_capability or (0, 0)) >= (8, 0)))
+            stack.enter_context(cuda_thought_available(self._gpu.compute_capability or (0, 0)))
             if self._autocast is not None:
                 rules |= gpu_rules.device_rules() | _moves()
                 stack.enter_context(fake_devices_hidden(_PROCESSOR))
@@ -78,6 +79,8 @@ class GpuFakes(FakeTensorMode):
         # Without a guard torch's own copies name the device that they were told.
         if device is not None and device.type == "cpu" and (func is not _COPY or self._autocast is not None):
             kwargs = {**kwargs, "device": GPU}
+        if func is GROUPED_MM:
+            return grouped_mm(args, kwargs)
         if func in gpu_rules.FAKE_KERNELS:
             return gpu_rules.FAKE_KERNELS[func](args)
         out = super().__torch_dispatch__(func, types, args, kwargs)

@@ -38,7 +38,7 @@ def test_global_random_numbers_are_left_alone():
 def drawn(*shape, init=torch.nn.init.kaiming_uniform_):
     with torch.random.fork_rng():
         torch.manual_seed(sum(shape))
-        return init(torch.empty(1, *shape))
+        return init(torch.empty(shape))
 
 
 INITS = [torch.nn.init.kaiming_uniform_, torch.nn.init.xavier_normal_, torch.nn.init.orthogonal_]
@@ -48,9 +48,27 @@ INITS = [torch.nn.init.kaiming_uniform_, torch.nn.init.xavier_normal_, torch.nn.
 def test_networks_as_they_are_drawn_look_untrained(init):
     weights = [drawn(*shape, init=init) for shape in [(16, 16, 3, 3), (64, 32), (128, 10), (10, 128), (4, 4)]]
     assert look_untrained(weights)
-    assert look_untrained([*weights, torch.zeros(1, 4, 4)]), "too small to tell"
+    assert look_untrained([*weights, torch.zeros(4, 4)]), "too small to tell"
     assert not look_untrained([*weights, weights[1] + 0.5 * weights[1].std()])
-    assert not look_untrained([*weights, torch.full((1, 9, 9), torch.nan)])
+    assert not look_untrained([*weights, torch.full((9, 9), torch.nan)])
+
+
+def test_a_few_other_layers_do_not_count():
+    random = [drawn(64, 32 + i) for i in range(20)]
+    sines = torch.outer(torch.arange(64.0), 1 / torch.arange(1.0, 33)).sin()
+    zeros = torch.zeros(10, 64)
+    assert look_untrained([sines, zeros, zeros, *random, sines])
+    assert not look_untrained([*random, sines, sines, sines])
+
+
+def test_recurrent_weights_count_though_nothing_cuts_them():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        lstm = torch.nn.LSTM(16, 32, 2)
+    assert look_untrained(lstm.parameters())
+    with torch.no_grad():
+        lstm.weight_hh_l0 += 0.1
+    assert not look_untrained(lstm.parameters())
 
 
 def test_a_few_layers_do_not_tell():

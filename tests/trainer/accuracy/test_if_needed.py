@@ -204,6 +204,13 @@ def test_batches_run_in_parts_rather_than_with_a_cut_that_loses_something(least,
     assert "No cut that loses next to nothing fits" in caplog.text
 
 
+def test_of_an_untrained_network_no_cut_is_said_to_have_been_tried(least, caplog, monkeypatch):
+    monkeypatch.setattr(Bench, "looks_untrained", True)
+    sort(Sorter(), callback(sum(least) // 2, verbose=True))
+    assert "No recomputation alone fits" in caplog.text
+    assert "batches run in parts" in caplog.text
+
+
 @pytest.mark.usefixtures("harmless")
 def test_a_harmless_cut_comes_before_batches_in_parts(least):
     chosen = Sorter()
