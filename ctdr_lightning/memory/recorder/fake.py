@@ -32,6 +32,7 @@ def record_fake(
     *,
     device: DeviceModel | CallSeconds | str | None = None,
     precision: str | None = None,
+    all_selected: bool = False,
 ) -> Trace:
     """Record a step of a module without computing it and without its memory.
 
@@ -44,6 +45,8 @@ def record_fake(
             this processor. For a GPU module and inputs are on ``"cuda"``, and the step runs that GPU's kernels.
         precision: As Lightning names it: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, or
             ``"tf32"`` for 32-bit matrix products by tensor cores. None leaves precision to the step.
+        all_selected: Whether selections by values, such as ``x[mask]``, take all there is to select, on a processor:
+            the trace is then that of the largest step of these shapes. They raise otherwise.
 
     Returns:
         The trace that a real step of these shapes would give, with modelled seconds. Workspaces are this processor's;
@@ -61,7 +64,7 @@ def record_fake(
     model = device_model(device) if isinstance(device, str) else device
     gpu = model if isinstance(model, DeviceModel) and model.is_gpu else None
     asked = Precision.read(precision, gpu)
-    mode = CpuFakes() if gpu is None else GpuFakes(gpu)
+    mode = CpuFakes(all_selected=all_selected) if gpu is None else GpuFakes(gpu)
     twin, fakes = _faked(module, inputs, mode, gpu is not None, asked)
     try:
         kernels = mode.kernels() if isinstance(mode, GpuFakes) else nullcontext()

@@ -1,12 +1,12 @@
-"""Fake tensors of a processor, with the workspace of recurrent layers, which torch's fake kernel leaves empty.
+"""Fake tensors of a processor, with what torch's fake kernels lack: sizes of workspaces and of selections.
 
-Its size depends on oneDNN's layout, for which there is no formula: the layer runs once on zeros. Complexity: a layer's
-forward, and its memory, for each distinct call.
+The workspace of a recurrent layer depends on oneDNN's layout, for which there is no formula: the layer runs once on
+zeros. Complexity: a layer's forward, and its memory, for each distinct call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,16 @@ _sizes: dict[Hashable, int] = {}
 
 
 class CpuFakes(FakeTensorMode):
-    """The mode of a recording for a processor."""
+    """The mode of a recording for a processor.
+
+    Args:
+        all_selected: Whether a selection by values, such as ``x[mask]``, takes all there is to select; it raises
+            otherwise.
+    """
+
+    def __init__(self, *, all_selected: bool = False) -> None:
+        super().__init__()
+        self._all_selected = all_selected
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -31,10 +40,37 @@ class CpuFakes(FakeTensorMode):
         """Run an operator on fake tensors."""
         if func is GROUPED_MM:
             return grouped_mm(args, kwargs or {})
+        if func in _SELECTED and self._all_selected:
+            return _SELECTED[func](*args)
         out: Any = super().__torch_dispatch__(func, types, args, kwargs or {})
-        if func is not _LAYER:
-            return out
-        return *out[:_WORKSPACE], out[_WORKSPACE].new_empty(_workspace_size(args))
+        if func is _LAYER:
+            return *out[:_WORKSPACE], out[_WORKSPACE].new_empty(_workspace_size(args))
+        return _dense(out, args[_NORMED[func]]) if func in _NORMED else out
+
+
+def _places(of: Tensor) -> Tensor:
+    return of.new_empty((of.numel(), of.dim()), dtype=torch.int64)
+
+
+def _values(of: Tensor, mask: Tensor) -> Tensor:
+    return of.new_empty(torch.broadcast_shapes(of.shape, mask.shape).numel())
+
+
+def _dense(out: Any, normed: Tensor) -> Any:
+    """Results of a BatchNorm, whose kernels on a processor make dense ones: torch's fake ones keep the input's."""
+    if normed.device.type != "cpu" or out[0] is None or any(normed.is_contiguous(memory_format=m) for m in _DENSE):
+        return out
+    return normed.new_empty(normed.shape), *out[1:]
+
+
+_DENSE = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+# Place of the input among the arguments of the kernels of BatchNorm.
+_NORMED = {torch.ops.aten.native_batch_norm.default: 0, torch.ops.aten.native_batch_norm_backward.default: 1}
+# Operators whose results are as long as values say: from the arguments to the longest result.
+_SELECTED: dict[OpOverload, Callable[..., Tensor]] = {
+    torch.ops.aten.nonzero.default: _places,
+    torch.ops.aten.masked_select.default: _values,
+}
 
 
 def _workspace_size(args: Sequence[Any]) -> int:

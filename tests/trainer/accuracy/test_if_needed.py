@@ -204,6 +204,17 @@ def test_batches_run_in_parts_rather_than_with_a_cut_that_loses_something(least,
     assert "No cut that loses next to nothing fits" in caplog.text
 
 
+def selecting(logits, classes):
+    return functional.cross_entropy(logits[classes >= 0], classes[classes >= 0])
+
+
+def test_batches_whose_loss_selects_by_values_run_in_parts_too(least, caplog):
+    chosen = Sorter(loss=selecting)
+    sort(chosen, callback(sum(least) // 2, verbose=True))
+    assert n_factorized(chosen) == 0
+    assert "batches run in parts" in caplog.text
+
+
 def test_of_an_untrained_network_no_cut_is_said_to_have_been_tried(least, caplog, monkeypatch):
     monkeypatch.setattr(Bench, "looks_untrained", True)
     sort(Sorter(), callback(sum(least) // 2, verbose=True))
