@@ -21,6 +21,7 @@ from ctdr_lightning.trainer.groups import Memory, Ranks, grouped
 AUTO, IF_NEEDED = "auto", "if_needed"
 # exact means to keep a budget that no plan of a whole step keeps
 INSIDE, ELSEWHERE, IN_PARTS = "step in the backward", "elsewhere", "in parts"
+STATE_ELSEWHERE = "optimizer's state elsewhere"
 NORMS_IN_PARTS = "in parts, each normalised by itself"  # not exact, but it loses less than a cut
 
 
@@ -108,6 +109,12 @@ class CallbackOptions(Ranks, Memory):
         """
         places = ["host"] * (device == "cuda") + ["disk"] * (self.disk_folder is not None)
         return replace(self, rank=None, offload=places) if places and self._may_move else None
+
+    def state_elsewhere(self, device: str) -> CallbackOptions | None:
+        """The same as `elsewhere`, and the optimizer's state waits in the first of the places; None as there."""
+        found = self.elsewhere(device)
+        spoken = self.optimizer_step is not None or self.optimizer_state is not None
+        return replace(found, optimizer_state=found.offload[0]) if found and found.offload and not spoken else None
 
     @property
     def _own_folder(self) -> str | Path | None:

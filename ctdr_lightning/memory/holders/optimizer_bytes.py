@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,12 +22,21 @@ from torch.optim import Optimizer
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.torch_private import FakeTensorMode
 from ctdr_lightning.memory.holders.disk import STAGING_BYTES
-from ctdr_lightning.memory.holders.optimizer_state import StateAway, check_movable, chunks_of, state_away_of
+from ctdr_lightning.memory.holders.eight_bits import EightBits
+from ctdr_lightning.memory.holders.optimizer_state import (
+    StateAway,
+    check_movable,
+    chunks_of,
+    state_away_of,
+    updates_one_by_one,
+)
 from ctdr_lightning.memory.holders.optimizer_state_tensors import state_tensors
 from ctdr_lightning.memory.holders.optimizer_twin import ReadsAsOne, twin_without_memory
 from ctdr_lightning.memory.traces.optimizer import NO_OPTIMIZER, OptimizerBytes
 from ctdr_lightning.memory.values.live_bytes import PeakMeter
 from ctdr_lightning.memory.values.tensors import own_part
+
+Waits = Callable[[Optimizer], AbstractContextManager[Any]]
 
 # Settings of torch's optimizers, from the fastest to the leanest.
 SETTINGS: tuple[dict[str, bool], ...] = ({"foreach": False, "fused": False}, {"foreach": False, "fused": True})
@@ -104,13 +115,20 @@ def elsewhere(optimizers: list[Optimizer]) -> tuple[str, OptimizerBytes] | None:
     return "host" if on_gpu else "disk", OptimizerBytes(each[0][0], max(temporary for _, temporary in each))
 
 
-def predict_for(optimizer: Optimizer | None, trained: Sequence[Tensor], *, inside: bool = False) -> OptimizerBytes:
+def predict_for(
+    optimizer: Optimizer | None,
+    trained: Sequence[Tensor],
+    *,
+    inside: bool = False,
+    waits: Waits = nullcontext,
+) -> OptimizerBytes:
     """Bytes of an optimizer with other parameters, all with the settings of its first group.
 
     Args:
         optimizer: It is not changed; None counts as Adam.
         trained: Perhaps on ``meta``.
         inside: Whether parameters are updated as their gradients are ready.
+        waits: Has an optimizer's state counted where it waits, as `waiting` does.
     """
     if not trained:
         return NO_OPTIMIZER
@@ -120,8 +138,30 @@ def predict_for(optimizer: Optimizer | None, trained: Sequence[Tensor], *, insid
     kind: Any = type(optimizer)
     twin = kind.__new__(kind)  # torch's own copy of an optimizer leaves out the attributes of a subclass
     vars(twin).update({**vars(optimizer), "param_groups": [{**group, "params": trained}], "state": defaultdict(dict)})
-    found = predict([twin], inside=inside)
+    with waits(twin):
+        found = predict([twin], inside=inside)
     return OptimizerBytes(2 * sum(p.nbytes for p in trained)) if found is None else found
+
+
+@contextmanager
+def waiting(optimizer: Optimizer, *, in_8_bits: bool, device_bytes: int) -> Iterator[None]:
+    """Count an optimizer's state where it will wait between steps; one whose state cannot wait is left alone.
+
+    Args:
+        optimizer: Without state.
+        in_8_bits: Whether it waits on the device, in 8 bits; elsewhere otherwise.
+        device_bytes: Bytes of the device's memory that moving takes all along.
+    """
+    if not updates_one_by_one(optimizer):
+        yield
+        return
+    # an optimizer without state puts nothing into it
+    holder: Any = EightBits() if in_8_bits else SimpleNamespace(device_bytes=device_bytes)
+    away = StateAway(optimizer, holder)
+    try:
+        yield
+    finally:
+        away.release()
 
 
 def optimizer_of(asked: str | Optimizer, trained: Iterable[Tensor]) -> Optimizer:

@@ -1,7 +1,7 @@
 """The means that keep a budget where recomputation alone does not, before a layer is cut: found in a choice of ranks.
 
-The optimizer's step in the backward, tensors that wait elsewhere, batches in parts. Each is foreseen on a copy of the
-model, and carried out by a run with other arguments and dense layers.
+The optimizer's step in the backward, tensors or the optimizer's state that wait elsewhere, batches in parts. Each is
+foreseen on a copy of the model, and carried out by a run with other arguments and dense layers.
 """
 
 from __future__ import annotations
@@ -18,9 +18,17 @@ from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.memory import Plan, Trace, record_fake
 from ctdr_lightning.memory.account.batch import BatchAccount
 from ctdr_lightning.memory.helpful_places import plan_with
+from ctdr_lightning.memory.holders.optimizer_state import updates_one_by_one
 from ctdr_lightning.memory.simulator.actions import Offload
 from ctdr_lightning.trainer.accuracy.auto_rank import Copy
-from ctdr_lightning.trainer.options import ELSEWHERE, IN_PARTS, INSIDE, NORMS_IN_PARTS, CallbackOptions
+from ctdr_lightning.trainer.options import (
+    ELSEWHERE,
+    IN_PARTS,
+    INSIDE,
+    NORMS_IN_PARTS,
+    STATE_ELSEWHERE,
+    CallbackOptions,
+)
 from ctdr_lightning.trainer.training_step.optimizer.candidate_account import candidate_account
 from ctdr_lightning.trainer.training_step.optimizer.in_backward import hindrance, may_step_inside
 from ctdr_lightning.trainer.training_step.sub_batches.foreseen import fits_in_parts, parts_means
@@ -31,6 +39,7 @@ _AS_LONG_AS_PARTS = 1.6
 _IN_WORDS = {
     INSIDE: "the optimizer updates each parameter in the backward, as its gradient is ready, which changes no bit",
     ELSEWHERE: "tensors that do not fit wait off the device, which is exact",
+    STATE_ELSEWHERE: "the optimizer's state waits off the device between its steps, which is exact",
     IN_PARTS: "batches run in parts: exact if their loss is a mean over samples",
     NORMS_IN_PARTS: "batches run in parts, each of which BatchNorm normalises by itself, as under DDP on several GPUs",
 }
@@ -59,8 +68,8 @@ class SpareMeans:
         """A means that keeps the budget within a time; empty for none.
 
         Within a finite one the faster of the step in the backward and tensors elsewhere. At any time the first of: the
-        step in the backward, if it takes no longer than parts usually do; exact parts; the faster of these two; other
-        parts.
+        step in the backward, if it takes no longer than parts usually do; exact parts; the faster of these two; the
+        optimizer's state elsewhere; other parts.
 
         Args:
             copy: The model.
@@ -80,8 +89,11 @@ class SpareMeans:
         if times.get(INSIDE, math.inf) <= _AS_LONG_AS_PARTS:
             return INSIDE
         parts = self.parts(copy.batch[1])
-        come_first = parts == IN_PARTS or (parts and not times)
-        return parts if come_first and self._fits_in_parts(copy, step, budget_bytes) else fastest
+        if parts == IN_PARTS and self._fits_in_parts(copy, step, budget_bytes):
+            return parts
+        if fastest or self._fits_with_state_elsewhere(copy, dense, budget_bytes):
+            return fastest or STATE_ELSEWHERE
+        return parts if parts == NORMS_IN_PARTS and self._fits_in_parts(copy, step, budget_bytes) else ""
 
     def _fitting(self, copy: Copy, dense: Trace, budget_bytes: int) -> dict[str, float]:
         """Time of the dense step by each means of whole batches that keeps the budget, in plain steps."""
@@ -100,6 +112,11 @@ class SpareMeans:
         optimizers = [copy.optimizer] if copy.optimizer is not None else []
         hindered = hindrance(self._trainer, self._module, optimizers, keeps_gradients=False)
         return None if hindered else self._options.inside()
+
+    def _fits_with_state_elsewhere(self, copy: Copy, dense: Trace, budget_bytes: int) -> bool:
+        can_wait = copy.optimizer is not None and updates_one_by_one(copy.optimizer)
+        options = self._options.state_elsewhere(dense.device) if can_wait else None
+        return self._planned(options, copy, dense, budget_bytes) is not None
 
     def _planned(self, options: CallbackOptions | None, copy: Copy, dense: Trace, budget_bytes: int) -> Plan | None:
         if options is None:
@@ -136,11 +153,12 @@ def by_means(
     """
     parts = parts_means(options, trainer, module)
     cut = options.in_parts() if parts == IN_PARTS or (parts and error.means == parts) else None
-    means = error.means if error.means in (INSIDE, ELSEWHERE) else parts
+    means = error.means if error.means in (INSIDE, ELSEWHERE, STATE_ELSEWHERE) else parts
+    device = trainer.strategy.root_device.type
     if means == INSIDE:
         chosen = options.inside()
-    elif means == ELSEWHERE:
-        chosen = options.elsewhere(trainer.strategy.root_device.type)
+    elif means in (ELSEWHERE, STATE_ELSEWHERE):
+        chosen = options.elsewhere(device) if means == ELSEWHERE else options.state_elsewhere(device)
         chosen = replace(chosen, sub_batches="auto") if chosen is not None and cut is not None else chosen
     else:
         chosen = replace(cut, batch_norm_in_parts=True) if cut is not None and means == NORMS_IN_PARTS else cut

@@ -1,6 +1,7 @@
 """Optimizer state in 8 bits: what it takes, what it rounds, that runs resume; with the library, and with a stand-in."""
 
 import sys
+from functools import partial
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 
@@ -10,9 +11,9 @@ from torch import nn, optim
 
 from ctdr_lightning import CTDRCallback, Memory, Ranks
 from ctdr_lightning.basics.errors import ConfigError
-from ctdr_lightning.memory.holders import eight_bits
+from ctdr_lightning.memory.holders import HolderOptions, Holders, eight_bits
 from ctdr_lightning.memory.holders.eight_bits import EightBits, eight_bit_bytes
-from ctdr_lightning.memory.holders.optimizer_bytes import predict
+from ctdr_lightning.memory.holders.optimizer_bytes import predict, predict_for, waiting
 from ctdr_lightning.memory.holders.optimizer_state import StateAway
 from ctdr_lightning.memory.values.live_bytes import PeakMeter, tell_trackers
 from ctdr_lightning.trainer.training_step.optimizer.resident import state_bytes
@@ -77,6 +78,28 @@ def test_a_prediction_leaves_the_optimizers_own_tables_where_they_are():
     assert optimizer.tables["signed"].device == weight.device
     weight.grad = torch.ones_like(weight)
     optimizer.step()
+
+
+@pytest.mark.parametrize("to", ["disk", "8bit"])
+def test_a_candidates_state_is_counted_where_it_will_wait(to, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", StandIn())
+    weights = [nn.Parameter(torch.zeros(128, 128)) for _ in range(4)]
+    holders = Holders(HolderOptions())
+    holder = EightBits() if to == "8bit" else holders["disk"]
+    waits = partial(waiting, in_8_bits=to == "8bit", device_bytes=holder.device_bytes)
+    optimizer, usual = torch.optim.Adam(weights), torch.optim.Adam(weights)
+    away = StateAway(optimizer, holder)
+    assert predict_for(usual, [w.to("meta") for w in weights], waits=waits) == predict([optimizer])
+    away.release()
+    holders.close()
+    assert predict_for(usual, weights) == predict([optimizer]), "neither is changed"
+
+
+def test_state_that_cannot_wait_is_counted_where_it_is():
+    optimizer = torch.optim.LBFGS([nn.Parameter(torch.zeros(8, 8))])
+    usual = predict([optimizer])
+    with waiting(optimizer, in_8_bits=False, device_bytes=2**20):
+        assert predict([optimizer]) == usual
 
 
 LIBRARIES = ["stand-in", *(["bitsandbytes"] if find_spec("bitsandbytes") else [])]

@@ -15,7 +15,7 @@ from ctdr_lightning.joint import pricing, search
 from ctdr_lightning.joint.turns import Turns
 from ctdr_lightning.trainer.accuracy.auto_rank import Copy
 from ctdr_lightning.trainer.groups import grouped
-from ctdr_lightning.trainer.options import ELSEWHERE, IN_PARTS, INSIDE, NORMS_IN_PARTS, CallbackOptions
+from ctdr_lightning.trainer.options import ELSEWHERE, IN_PARTS, INSIDE, NORMS_IN_PARTS, STATE_ELSEWHERE, CallbackOptions
 from ctdr_lightning.trainer.training_step import spare_means
 from ctdr_lightning.trainer.training_step.optimizer.in_backward import may_step_inside
 from ctdr_lightning.trainer.training_step.spare_means import SpareMeans
@@ -125,6 +125,10 @@ def test_where_the_step_would_fail_other_means_are_looked_for(monkeypatch):
         ({INSIDE: 9.0, ELSEWHERE: 1.4}, IN_PARTS, math.inf, IN_PARTS),
         ({INSIDE: 9.0, ELSEWHERE: 1.4}, NORMS_IN_PARTS, math.inf, ELSEWHERE),
         ({INSIDE: 9.0}, "", math.inf, INSIDE),
+        ({STATE_ELSEWHERE: 0}, IN_PARTS, math.inf, IN_PARTS),
+        ({STATE_ELSEWHERE: 0, INSIDE: 9.0}, "", math.inf, INSIDE),
+        ({STATE_ELSEWHERE: 0}, NORMS_IN_PARTS, math.inf, STATE_ELSEWHERE),
+        ({STATE_ELSEWHERE: 0}, "", 1.25, ""),
         ({}, NORMS_IN_PARTS, math.inf, NORMS_IN_PARTS),
         ({}, "", math.inf, ""),
     ],
@@ -132,9 +136,53 @@ def test_where_the_step_would_fail_other_means_are_looked_for(monkeypatch):
 def test_the_order_of_the_means(monkeypatch, times, parts_of_batch, slowdown, found):
     means = SpareMeans(None, None, None)
     monkeypatch.setattr(spare_means, "may_step_inside", lambda *_: True)
-    for name, value in {"_fitting": times, "parts": parts_of_batch, "_fits_in_parts": True}.items():
+    state = times.keys() & {STATE_ELSEWHERE}
+    times = {name: time for name, time in times.items() if name not in state}
+    known = {"_fitting": times, "parts": parts_of_batch, "_fits_in_parts": True, "_fits_with_state_elsewhere": state}
+    for name, value in known.items():
         monkeypatch.setattr(means, name, lambda *_, value=value: value)
     assert means.keeping(Copy(None, (0, None), None), None, None, 1, slowdown) == found
+
+
+class Heavy(Wide):
+    """Its weights and their state are nearly all of its memory."""
+
+    def __init__(self, make=torch.optim.Adam):
+        super().__init__(make)
+        self.net = nn.Sequential(*(layer for _ in range(24) for layer in (nn.Linear(256, 256), nn.ReLU())))
+
+
+def test_the_optimizers_state_waits_in_the_given_folder_before_a_layer_is_cut(tmp_path, caplog):
+    clipped = {"gradient_clip_val": 1.0}  # which needs all gradients before the first update
+    plain, _ = fit(Heavy(), **clipped)
+    made, peaks = callback("20MiB", disk_folder=tmp_path, verbose=True), Peaks()
+    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
+        found, _ = fit(Heavy(), made, peaks, **clipped)
+    assert "the optimizer's state waits off the device" in " ".join(caplog.text.split())
+    assert not is_cut(found)
+    assert parts.same(plain.state_dict(), found.state_dict())
+    assert max(peaks.bytes[1:]) <= made.run.memory.budget_bytes
+    assert made.run.states.moved_bytes == 0, "it is back in the end"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"optimizer_state": "disk"}, {"optimizer_step": "in_backward"}, {"max_slowdown": 3.0}, {"rank": 0.5}],
+    ids=str,
+)
+def test_the_state_stays_where_an_argument_speaks_against_a_move(given):
+    usual = CallbackOptions(memory_budget=BUDGET)
+    assert usual.state_elsewhere("cuda").optimizer_state == "host"
+    assert usual.state_elsewhere("cpu") is None
+    assert CallbackOptions(memory_budget=BUDGET, **given).state_elsewhere("cuda") is None
+
+
+def test_a_choice_counts_the_state_where_the_user_has_it_wait(tmp_path):
+    """It counted as if the state stood beside the step, and cut layers that fitted."""
+    made = callback("20MiB", optimizer_state="disk", disk_folder=tmp_path)
+    found, _ = fit(Heavy(), made, gradient_clip_val=1.0)
+    assert made.fit.is_dense
+    assert not is_cut(found)
 
 
 @pytest.mark.parametrize(

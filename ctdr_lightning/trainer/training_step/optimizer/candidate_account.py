@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +14,11 @@ from torch.optim import Optimizer
 from ctdr_lightning.basics.torch_private import tree_leaves
 from ctdr_lightning.memory import Trace
 from ctdr_lightning.memory.account.batch import BatchAccount, with_room
-from ctdr_lightning.memory.holders.optimizer_bytes import on_device_of, predict, predict_for
+from ctdr_lightning.memory.holders.disk import STAGING_BYTES
+from ctdr_lightning.memory.holders.optimizer_bytes import Waits, on_device_of, predict, predict_for, waiting
 from ctdr_lightning.memory.traces.optimizer import OptimizerBytes
 from ctdr_lightning.trainer.fake_trainer import optimizers_of
+from ctdr_lightning.trainer.groups import IN_8_BITS
 from ctdr_lightning.trainer.modules import SMALL_ELEMENTS
 from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.strategies import bucket_bytes
@@ -42,7 +46,9 @@ def candidate_account(
     owner = candidate if trainer.lightning_module is None else trainer.lightning_module
     copied_bytes = _copied_bytes(candidate, owner, batch, on_cpu) if options.retry_on_oom else 0
     inside = options.optimizer_step is not None
-    taken = _taken(trainer, optimizer, candidate, inside=inside) or predict_for(optimizer, trained, inside=inside)
+    waits = _waits(options, on_cpu=on_cpu)
+    taken = _taken(trainer, optimizer, candidate, waits, inside=inside)
+    taken = taken or predict_for(optimizer, trained, inside=inside, waits=waits)
     kept_bytes = sum(sizes) if options.keep_gradients else 0
     beside = trace.with_static(bucket_bytes(trainer.strategy, candidate))
     account = BatchAccount(beside, taken, kept_bytes=kept_bytes, copied_bytes=copied_bytes)
@@ -51,7 +57,16 @@ def candidate_account(
     return account.adding(sizes) if trainer.accumulate_grad_batches > 1 else account
 
 
-def _taken(trainer: Any, optimizer: Optimizer | None, candidate: nn.Module, *, inside: bool) -> OptimizerBytes | None:
+def _waits(options: CallbackOptions, *, on_cpu: bool) -> Waits:
+    to = options.optimizer_state
+    if to is None:
+        return nullcontext
+    return partial(waiting, in_8_bits=to == IN_8_BITS, device_bytes=2 * STAGING_BYTES if on_cpu else 0)
+
+
+def _taken(
+    trainer: Any, optimizer: Optimizer | None, candidate: nn.Module, waits: Waits, *, inside: bool
+) -> OptimizerBytes | None:
     """Bytes of the optimizer that the candidate itself configures, where its parameters are in several groups.
 
     Which of them get low-rank state, say, the module alone knows. None where one group says it all, or none is made.
@@ -64,7 +79,8 @@ def _taken(trainer: Any, optimizer: Optimizer | None, candidate: nn.Module, *, i
         return None
     for group, own in zip(made.param_groups, optimizer.param_groups, strict=True):
         group.update(on_device_of(own))
-    return predict([made], inside=inside)
+    with waits(made):
+        return predict([made], inside=inside)
 
 
 def _copied_bytes(candidate: nn.Module, owner: nn.Module, batch: Any, on_cpu: bool) -> int:
