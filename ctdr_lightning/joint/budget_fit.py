@@ -22,6 +22,7 @@ from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.traces.trace import Trace
 
 BUDGET_FIT_VERSION = 2
+_NOT_IN_JSON = ("dense_step", "hindrances")
 CLOCK_ERROR = 1.05  # medians of a few pairs of steps spread by 3 %: a step of 1.05 of a limit still keeps it
 
 
@@ -100,6 +101,7 @@ class BudgetFit(_Numbers):
         start: Weighting of errors by which the chosen factors were made.
         search_s: Seconds that the choice took.
         untrained: Whether layers were cut of a network whose weights have the spectra of random numbers.
+        hindrances: Why other means could not take the place of a cut, by their names in words; not in JSON.
         dense_step: The dense model's step on the recorded batch, with all resident bytes; None where the fit was read
             from JSON, which leaves it out.
     """
@@ -112,6 +114,7 @@ class BudgetFit(_Numbers):
     leaving_out: tuple[str, ...] = ()
     tiles: Mapping[str, int] = field(default_factory=dict)
     start: Start = field(default_factory=Start)
+    hindrances: Mapping[str, str] = field(default_factory=dict)
     dense_step: Trace | None = None
 
     @property
@@ -174,6 +177,7 @@ class BudgetFit(_Numbers):
             *self._left_out(),
             *([f"{tiles_in_words(self.tiles)}."] if self.tiles else []),
             *self._without_a_cut(),
+            *(f"Not possible: {means} ({reason.rstrip('.')})." for means, reason in self.hindrances.items()),
             f"Looked at: {_counted(len(self.considered), 'candidate')}, in {self.search_s:.1f} s.",
         ]
 
@@ -213,7 +217,7 @@ class BudgetFit(_Numbers):
             path: File to write; it is complete or absent, never half-written.
         """
         plain: dict[str, Any] = {"kind": "budget fit", "version": BUDGET_FIT_VERSION}
-        plain |= {part.name: getattr(self, part.name) for part in fields(self) if part.name != "dense_step"}
+        plain |= {part.name: getattr(self, part.name) for part in fields(self) if part.name not in _NOT_IN_JSON}
         plain |= {"tiles": dict(self.tiles), "choices": self.choices.to_dict(), "plan": json.loads(self.plan.to_json())}
         plain |= {name: plain_of(getattr(self, name)) for name in ("report", "considered", "metric", "start")}
         text = json.dumps(plain, indent=1) + "\n"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import Parameter, signature
 from typing import Any, Protocol
@@ -45,7 +45,13 @@ class Copy:
 
 
 class Means(Protocol):
-    """Finds the means that keep a budget where recomputation alone does not, before layers are cut."""
+    """Finds the means that keep a budget where recomputation alone does not, before layers are cut.
+
+    Attributes:
+        hindrances: Why a means cannot be used, by its name in words.
+    """
+
+    hindrances: dict[str, str]
 
     def parts(self, batch: Any) -> str:
         """The kind of parts that a batch may run in; empty for none."""
@@ -112,7 +118,8 @@ class AutoRank(TrainingData):
             rounding=asked.rounding, tiles=asked.prefers_dense and parts != IN_PARTS, account=account,
             spare=partial(self._means.keeping, Copy(double, batches[0], optimizer)),
         )  # fmt: skip
-        self.fit = kept.answer(lambda given: ask(given=given))
+        fit = kept.answer(lambda given: ask(given=given))
+        self.fit = fit if fit.is_dense else replace(fit, hindrances=dict(self._means.hindrances))
         return self.fit.report
 
     def _metric(self, double: LightningModule) -> MetricLike | None:

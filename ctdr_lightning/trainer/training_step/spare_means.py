@@ -31,11 +31,14 @@ from ctdr_lightning.trainer.options import (
 )
 from ctdr_lightning.trainer.training_step.optimizer.candidate_account import candidate_account
 from ctdr_lightning.trainer.training_step.optimizer.in_backward import hindrance, may_step_inside
-from ctdr_lightning.trainer.training_step.sub_batches.foreseen import fits_in_parts, parts_means
+from ctdr_lightning.trainer.training_step.sub_batches.checks import sub_batch_hindrance
+from ctdr_lightning.trainer.training_step.sub_batches.foreseen import parts_means, why_not_in_parts
 from ctdr_lightning.trainer.training_step.sub_batches.parts import can_be_cut
 
 # The median of the ten rows in parts of docs/joint.md, which took x1.14 to x2.45 of the plain step.
 _AS_LONG_AS_PARTS = 1.6
+_NAMES = {INSIDE: "the optimizer's step in the backward", IN_PARTS: "batches in parts"}
+_TWO_PARTS = "a gradient comes in two parts, or a weight is read after its update"
 _IN_WORDS = {
     INSIDE: "the optimizer updates each parameter in the backward, as its gradient is ready, which changes no bit",
     ELSEWHERE: "tensors that do not fit wait off the device, which is exact",
@@ -52,15 +55,22 @@ class SpareMeans:
         trainer: About to train.
         options: The callback's.
         module: The model.
+
+    Attributes:
+        hindrances: Why a means cannot be used, by its name in words.
     """
 
     def __init__(self, trainer: Any, options: CallbackOptions, module: LightningModule) -> None:
         self._trainer, self._options, self._module = trainer, options, module
         self._slowdowns: dict[str, float] | None = None
+        self.hindrances: dict[str, str] = {}
 
     def parts(self, batch: Any) -> str:
         """The kind of parts that a batch may run in; empty for none."""
-        return parts_means(self._options, self._trainer, self._module) if can_be_cut(batch) else ""
+        found = parts_means(self._options, self._trainer, self._module) if can_be_cut(batch) else ""
+        if not found and (reason := sub_batch_hindrance(self._trainer, self._module)):
+            self.hindrances[_NAMES[IN_PARTS]] = reason
+        return found
 
     def keeping(
         self, copy: Copy, step: Callable[[Any, Any], Tensor], dense: Trace, budget_bytes: int, slowdown: float
@@ -82,6 +92,7 @@ class SpareMeans:
             self._slowdowns = self._fitting(copy, dense, budget_bytes)
             if INSIDE in self._slowdowns and not may_step_inside(copy.module, copy.batch, step):
                 del self._slowdowns[INSIDE]
+                self.hindrances[_NAMES[INSIDE]] = _TWO_PARTS
         times = self._slowdowns
         fastest = min(times, key=times.__getitem__, default="")
         if math.isfinite(slowdown):
@@ -111,6 +122,8 @@ class SpareMeans:
     def _inside(self, copy: Copy) -> CallbackOptions | None:
         optimizers = [copy.optimizer] if copy.optimizer is not None else []
         hindered = hindrance(self._trainer, self._module, optimizers, keeps_gradients=False)
+        if hindered:
+            self.hindrances[_NAMES[INSIDE]] = hindered
         return None if hindered else self._options.inside()
 
     def _fits_with_state_elsewhere(self, copy: Copy, dense: Trace, budget_bytes: int) -> bool:
@@ -135,7 +148,10 @@ class SpareMeans:
         def of_part(few: Any) -> Tensor:
             return step(copy.module, (index, few))
 
-        return fits_in_parts(self._trainer, copy.module, batch, of_part, account, budget_bytes)
+        reason = why_not_in_parts(self._trainer, copy.module, batch, of_part, account, budget_bytes)
+        if reason:
+            self.hindrances[_NAMES[IN_PARTS]] = reason
+        return not reason
 
 
 def by_means(

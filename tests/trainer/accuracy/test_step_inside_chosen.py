@@ -12,6 +12,7 @@ from ctdr_lightning import CTDRCallback
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.decomposition import FactorizedLayer
 from ctdr_lightning.joint import pricing, search
+from ctdr_lightning.joint.budget_fit import BudgetFit
 from ctdr_lightning.joint.turns import Turns
 from ctdr_lightning.trainer.accuracy.auto_rank import Copy
 from ctdr_lightning.trainer.groups import grouped
@@ -196,6 +197,19 @@ def test_a_choice_counts_the_state_where_the_user_has_it_wait(tmp_path):
 def test_where_an_argument_speaks_against_it_it_is_not_tried(given):
     assert CallbackOptions(memory_budget=BUDGET).inside().optimizer_step == "in_backward"
     assert CallbackOptions(memory_budget=BUDGET, **given).inside() is None
+
+
+def test_a_cut_says_why_no_other_means_was_possible():
+    made = callback()
+    module, _ = fit(Wide(), made, gradient_clip_val=1.0)
+    assert is_cut(module)
+    told = [text for text in made.fit.sentences() if text.startswith("Not possible: ")]
+    assert told[0] == (
+        "Not possible: the optimizer's step in the backward (gradient_clip_val=1.0 needs all gradients before the "
+        "first update)."
+    )
+    assert told[1].startswith("Not possible: batches in parts (")
+    assert not BudgetFit.from_json(made.fit.to_json()).hindrances
 
 
 @pytest.mark.slow

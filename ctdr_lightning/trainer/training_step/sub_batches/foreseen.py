@@ -7,12 +7,15 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
+from ctdr_lightning.basics.errors import ConfigError, first_line
 from ctdr_lightning.memory.account.batch import BatchAccount
 from ctdr_lightning.trainer.options import IN_PARTS, NORMS_IN_PARTS, CallbackOptions
 from ctdr_lightning.trainer.training_step.optimizer.resident import gradient_sizes
 from ctdr_lightning.trainer.training_step.sub_batches.batch_norm import LEAST_SAMPLES, batch_norm_of
 from ctdr_lightning.trainer.training_step.sub_batches.checks import check_mean, computes_in_half, sub_batch_hindrance
 from ctdr_lightning.trainer.training_step.sub_batches.peaks import SubBatchPeaks
+
+NO_NUMBER_FITS = "no number of them fits"
 
 
 def parts_means(options: CallbackOptions, trainer: Any, module: LightningModule) -> str:
@@ -30,15 +33,15 @@ def parts_means(options: CallbackOptions, trainer: Any, module: LightningModule)
     return "" if options.batch_norm_in_parts is False else NORMS_IN_PARTS
 
 
-def fits_in_parts(
+def why_not_in_parts(
     trainer: Any,
     module: LightningModule,
     batch: Any,
     step: Callable[[Any], Any],
     account: Callable[[Any], BatchAccount],
     budget_bytes: int,
-) -> bool:
-    """Whether a batch keeps a budget in parts whose loss is the mean over their samples.
+) -> str:
+    """Why a batch keeps no budget in parts whose loss is the mean over their samples; empty where it does.
 
     Parts that BatchNorm normalises by themselves have 16 samples or more.
 
@@ -58,6 +61,8 @@ def fits_in_parts(
     )
     try:
         unknown = check_mean(module, step, batch, half=half)
-        return not unknown and peaks.fewest(whole=False) > 0
-    except Exception:  # no mean; or whatever the user's step raises on tensors without data, as on a smaller batch
-        return False
+        return unknown or ("" if peaks.fewest(whole=False) > 0 else NO_NUMBER_FITS)
+    except ConfigError as error:  # no mean
+        return error.problem
+    except Exception as error:  # whatever the user's step raises on tensors without data, as on a smaller batch
+        return first_line(error)
