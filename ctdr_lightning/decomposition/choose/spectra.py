@@ -12,7 +12,7 @@ _ROUNDS = 12  # squared singular values in the ratio 0.7 are told apart to 1 %
 _COLUMNS = 4  # a flat spectrum, that of untrained weights, has no single largest direction
 # 900 weights of 18 untrained networks of timm and transformers reach 0.93 and more, but for one of 24 x 16 with 0.88.
 _RANDOM = 0.9
-_FEW = 0.1  # of these networks' weights at most one in 30 is another, of ten trained networks' three in ten or more
+_FEW = 0.1  # of these networks' weights at most one in 30 is another, of eight trained networks' three in ten or more
 _LEAST_SIDE, _LEAST_WEIGHTS = 8, 3  # fewer numbers tell no trained network from an untrained one
 
 

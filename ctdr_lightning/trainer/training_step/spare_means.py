@@ -38,7 +38,7 @@ from ctdr_lightning.trainer.training_step.sub_batches.parts import can_be_cut
 # The median of the ten rows in parts of docs/joint.md, which took x1.14 to x2.45 of the plain step.
 _AS_LONG_AS_PARTS = 1.6
 _NAMES = {INSIDE: "the optimizer's step in the backward", IN_PARTS: "batches in parts"}
-_TWO_PARTS = "a gradient comes in two parts, or a weight is read after its update"
+_NOT_SHOWN = "a step on tensors without contents does not show that each gradient comes in one part"
 _IN_WORDS = {
     INSIDE: "the optimizer updates each parameter in the backward, as its gradient is ready, which changes no bit",
     ELSEWHERE: "tensors that do not fit wait off the device, which is exact",
@@ -92,7 +92,7 @@ class SpareMeans:
             self._slowdowns = self._fitting(copy, dense, budget_bytes)
             if INSIDE in self._slowdowns and not may_step_inside(copy.module, copy.batch, step):
                 del self._slowdowns[INSIDE]
-                self.hindrances[_NAMES[INSIDE]] = _TWO_PARTS
+                self.hindrances[_NAMES[INSIDE]] = _NOT_SHOWN
         times = self._slowdowns
         fastest = min(times, key=times.__getitem__, default="")
         if math.isfinite(slowdown):

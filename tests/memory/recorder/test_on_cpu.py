@@ -51,10 +51,9 @@ def test_nothing_is_kept_where_no_gradient_is_wanted():
 class Normed(nn.Module):
     """BatchNorm over the last side, as in time series; its result's layout decides which products follow."""
 
-    def __init__(self, norm, *sides):
+    def __init__(self, norm):
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(16, 16), norm, nn.Linear(16, 4)
-        self.sides = sides
 
     def forward(self, x):
         return self.last(self.norm(self.first(x).transpose(1, -1)).transpose(1, -1)).relu()
