@@ -298,6 +298,16 @@ def test_parts_of_a_network_with_batch_norm_are_planned_with_a_line_on_it(capsys
     assert "3 (BatchNorm2d) normalises each by itself" in said
 
 
+@pytest.mark.parametrize("command", ["plan", "max-batch"])
+def test_a_step_that_reads_values_is_planned_with_a_line_on_it(command, capsys):
+    said = "The step reads values of tensors (aten._local_scalar_dense.default). They were assumed"
+    shape = "3,4" if command == "plan" else "4"
+    assert main([command, f"{__name__}:choosy", "--input", shape, "--budget", "1MiB"]) == 0
+    assert said in capsys.readouterr().out
+    assert main([command, NAME, *(INPUT if command == "plan" else ["--input", "3,24,24"]), "--budget", "1GiB"]) == 0
+    assert "reads values" not in capsys.readouterr().out
+
+
 def test_planning_with_a_rank_plans_the_decomposed_model(tmp_path):
     path = tmp_path / "plan.json"
     main(["plan", NAME, *INPUT, "--rank", "0.25", "--policy", "keep", "--save", str(path)])
@@ -346,7 +356,6 @@ def test_planning_with_a_rank_plans_the_decomposed_model(tmp_path):
         (["plan", NAME, "--data", f"{__name__}:Words"], "gives no batch: TypeError"),
         (["plan", NAME, "--data", "nowhere:data"], "data 'nowhere:data' cannot be built: No module named 'nowhere'"),
         (["plan", f"{__name__}:hand_stepped", "--input", "3,4"], "uses manual optimization"),
-        (["plan", f"{__name__}:choosy", "--input", "3,4"], "needs the values of tensors (aten._local_scalar_dense"),
         (["plan", f"{__name__}:silent", "--input", "3,4"], "which holds no tensor that requires grad"),
         (["plan", NAME, *INPUT, "--sub-batches", "none"], "--sub-batches 'none' is not a number of sub-batches"),
         (["plan", NAME, *INPUT, "--sub-batches", "auto"], "--sub-batches auto needs a budget"),

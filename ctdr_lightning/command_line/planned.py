@@ -37,7 +37,7 @@ from ctdr_lightning.memory.planner import resolve_budget
 from ctdr_lightning.memory.recorder.gpu_workspace import beside_the_step
 from ctdr_lightning.memory.recorder.precision import PRECISIONS
 from ctdr_lightning.memory.traces.optimizer import NO_OPTIMIZER, OptimizerBytes
-from ctdr_lightning.memory.traces.trace import LEAN
+from ctdr_lightning.memory.traces.trace import ASSUMED, LEAN, Trace
 
 # Chosen, not tuned: who asks for the largest batch means to train with it. Without a limit ResNet-50 takes 16 plain
 # steps' time for its last 15 % of batch.
@@ -65,7 +65,8 @@ def _plan(options: argparse.Namespace) -> None:
     step = _step(options)
     account, parts = _recorded(options, step, batch)
     if not asked:
-        print(f"{parts}{budgets(account.whole)}\nWrite one as --budget; --policy plans without one.")
+        print(f"{parts}{budgets(account.whole)}\n{_assumed(account.step)}", end="")
+        print("Write one as --budget; --policy plans without one.")
         return
     try:
         made = plan(account.whole, options.budget, options.policy)
@@ -111,7 +112,9 @@ def _step(options: argparse.Namespace) -> _Step:
     limit_bytes = resolve_budget(options.budget, "cpu").peak_bytes if options.budget else None
 
     def recorded(batch: Any, lean_step: LeanStep) -> BatchAccount:
-        trace = record_fake(model, batch, lean_step.step(run), device=options.device, precision=options.precision)
+        trace = record_fake(
+            model, batch, lean_step.step(run), device=options.device, precision=options.precision, reads_values=True
+        )
         return BatchAccount(options.places.equip(trace, options.device), taken)
 
     def account(batch: Any, tiles: bool) -> BatchAccount:
@@ -167,6 +170,7 @@ def _max_batch(options: argparse.Namespace) -> None:
 
 def _say(made: Plan, options: argparse.Namespace) -> None:
     print(made.explain().splitlines()[0])
+    print(_assumed(made.trace), end="")
     if options.device and options.device != "cpu":
         print(made.reserved)
         if made.budget_bytes:
@@ -175,6 +179,12 @@ def _say(made: Plan, options: argparse.Namespace) -> None:
         print(beside_the_step(device_model(options.device)))
     if options.save:
         made.to_json(options.save)
+
+
+def _assumed(trace: Trace) -> str:
+    names = trace.meta.get(ASSUMED)
+    said = f"The step reads values of tensors ({names}). They were assumed, as if each number of an activation was 2.\n"
+    return said if names else ""
 
 
 def _inputs(options: argparse.Namespace) -> list[Input]:

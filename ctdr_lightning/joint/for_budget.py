@@ -168,7 +168,7 @@ def _lean_pricer(
         return pricer, None
     # all large layers: a head that is cut has another name
     step = LeanStep(None if lean.outputs is not None else (), lean.step.tiles)
-    return Pricer(model, step.step(pricer.step), batch, pricer.account, pricer.lean_recording), lean
+    return Pricer(model, step.step(pricer.step), batch, pricer.account, pricer), lean
 
 
 def _told_lean(fit: BudgetFit, model: nn.Module, lean: LeanChoice | None) -> BudgetFit:

@@ -94,7 +94,8 @@ class Pricer:
         step: Runs the model on a batch; returns the loss.
         batch: One batch as in training.
         account: From a recorded step and its candidate to the account of a batch.
-        recording: Of this very step without limits of memory, where there is one.
+        plain: Pricer of the plain step, where this is a leaner one: it may have recorded that already, and a long step
+            is not run again if its operators' times are known.
 
     Attributes:
         dense: Trace of the dense step.
@@ -102,7 +103,6 @@ class Pricer:
         dense_runs: Whether the dense step fits into the device's memory without a plan.
         step: The step that is priced.
         account: As given.
-        lean_recording: Of the leaner step, where it had to run and had the memory that it asked for.
         overpriced: Factor by which plans are predicted too slow, as far as a timed one has shown.
     """
 
@@ -112,17 +112,28 @@ class Pricer:
         step: Callable[[Any, Any], Tensor],
         batch: Any,
         account: Account,
-        recording: Trace | None = None,
+        plain: Pricer | None = None,
     ) -> None:
         self._model, self.step, self._batch = model, step, batch
         self.account = account
-        self.lean_recording: Trace | None = None
+        self._lean_recording: Trace | None = None
         self.overpriced = 1.0
-        recorded = self._dense_step(recording)
+        self.dense_runs, self.dense_s, self._on_fakes = True, 0.0, False
+        if plain is not None and plain.is_long and plain._on_fakes:
+            self._take_times_of(plain)
+            return
+        recorded = self._dense_step(plain._lean_recording if plain is not None else None)
         self._python_s_per_replay, self._shares = recorded.python_s_per_replay, _shares(recorded)
         self._calls = CallSeconds()
         self._on_fakes = self._learn(recorded)
         self.dense = self._faked(model) if self._on_fakes else recorded
+
+    def _take_times_of(self, plain: Pricer) -> None:
+        """Price a step by the times of another one's operators; those that it alone has are measured."""
+        self._python_s_per_replay, self._shares = plain._python_s_per_replay, plain._shares
+        self.dense_runs, self._calls, self._on_fakes = plain.dense_runs, plain._calls, True
+        self.dense = self._faked(self._model)
+        self.dense_s = plain.dense_s * self.dense.seconds / plain.dense.seconds
 
     @property
     def is_long(self) -> bool:
@@ -131,7 +142,7 @@ class Pricer:
 
     def _dense_step(self, recording: Trace | None) -> Trace:
         """Record the dense step, where it fits without limits of memory, and time it; a long one is run once."""
-        self.dense_runs, recordings = True, [recording] if recording is not None else []
+        recordings = [recording] if recording is not None else []
         try:
             recordings = recordings or [self.recorded(self._model)]
         except torch.OutOfMemoryError:
@@ -170,10 +181,10 @@ class Pricer:
         def account(lean_step: LeanStep) -> BatchAccount:
             step = lean_step.step(self.step)
             if self._on_fakes:
-                lean = record_fake(self._model, self._batch, step, device=self._calls)
+                lean = self._fake(self._model, step)
             else:
                 lean = self._really(step, self._model)
-                self.lean_recording = lean if self.dense_runs else None
+                self._lean_recording = lean if self.dense_runs else None
             return self.account(lean, self._model)
 
         plain = self.account(self.dense, self._model)
@@ -265,8 +276,8 @@ class Pricer:
             _log.info("CTDR: the step does not run on fake tensors (%s); each candidate is recorded.", error)
             return False
 
-    def _fake(self, model: nn.Module) -> Trace:
-        return record_fake(model, self._batch, self.step, device=self._calls)
+    def _fake(self, model: nn.Module, step: Callable[[Any, Any], Tensor] | None = None) -> Trace:
+        return record_fake(model, self._batch, step or self.step, device=self._calls, reads_values=True)
 
     def _faked(self, model: nn.Module) -> Trace:
         trace = self._fake(model)

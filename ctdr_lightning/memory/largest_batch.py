@@ -17,6 +17,7 @@ from ctdr_lightning.basics.checks import real
 from ctdr_lightning.basics.devices import DeviceModel
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
 from ctdr_lightning.basics.progress_bar import track
+from ctdr_lightning.basics.torch_private import tree_map_only
 from ctdr_lightning.basics.units import as_given, format_bytes, parse_bytes
 from ctdr_lightning.memory.account.batch import BatchAccount
 from ctdr_lightning.memory.allocator.reserved import is_served
@@ -82,7 +83,7 @@ def max_batch(
         module: The model; it is copied, never touched.
         make_inputs: From a batch size to the inputs of ``step``; only shapes and dtypes matter, so that ``torch.empty``
             or tensors on the meta device suffice.
-        step: From the model and the inputs to a scalar loss.
+        step: From the model and the inputs to a scalar loss. Values that it reads are assumed, as for `record_fake`.
         budget: Bytes that the step's true peak may reach, weights and gradients included. On a GPU CUDA's allocator
             must serve the step within them, fragmentation included, without giving segments back in every step.
         policy: Name of a registered policy, or a callable.
@@ -116,7 +117,9 @@ def max_batch(
 
     def recorded(size: int, lean_step: LeanStep) -> BatchAccount:
         next(tries)
-        trace = record_fake(module, make_inputs(size), lean_step.step(step), device=device, precision=precision)
+        inputs = tree_map_only(Tensor, _without_contents, make_inputs(size))
+        recorded = partial(record_fake, device=device, precision=precision, reads_values=True)
+        trace = recorded(module, inputs, lean_step.step(step))
         return BatchAccount(trace.with_static(static_bytes), optimizer)
 
     def plainly(account: Account) -> int:
@@ -139,6 +142,11 @@ def max_batch(
         if found is None:
             raise _not_even_one(search.recorded(1), limit, policy, as_given(budget, limit), most_time)
         return LargestBatch(*found, plain_size)
+
+
+def _without_contents(tensor: Tensor) -> Tensor:
+    """Inputs may have been made by ``torch.empty``."""
+    return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
 
 
 class _Steps:

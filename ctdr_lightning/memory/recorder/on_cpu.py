@@ -1,4 +1,4 @@
-"""Fake tensors of a processor, with what torch's fake kernels lack: sizes of workspaces and of selections.
+"""Fake tensors of a processor, with what torch's fake kernels lack: sizes of workspaces, layouts of BatchNorm.
 
 The workspace of a recurrent layer depends on oneDNN's layout, for which there is no formula: the layer runs once on
 zeros. Complexity: a layer's forward, and its memory, for each distinct call.
@@ -6,13 +6,14 @@ zeros. Complexity: a layer's forward, and its memory, for each distinct call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ctdr_lightning.basics.torch_private import FakeTensorMode, OpOverload, no_dispatch_modes, tree_map_only
+from ctdr_lightning.basics.torch_private import OpOverload, no_dispatch_modes, tree_map_only
+from ctdr_lightning.memory.recorder.fake_values import ValuedFakes
 from ctdr_lightning.memory.recorder.grouped_mm import GROUPED_MM, grouped_mm
 
 _LAYER = torch.ops.aten.mkldnn_rnn_layer.default
@@ -22,17 +23,8 @@ _WORKSPACE = 3  # its place among the results
 _sizes: dict[Hashable, int] = {}
 
 
-class CpuFakes(FakeTensorMode):
-    """The mode of a recording for a processor.
-
-    Args:
-        all_selected: Whether a selection by values, such as ``x[mask]``, takes all there is to select; it raises
-            otherwise.
-    """
-
-    def __init__(self, *, all_selected: bool = False) -> None:
-        super().__init__()
-        self._all_selected = all_selected
+class CpuFakes(ValuedFakes):
+    """The mode of a recording for a processor."""
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -40,20 +32,10 @@ class CpuFakes(FakeTensorMode):
         """Run an operator on fake tensors."""
         if func is GROUPED_MM:
             return grouped_mm(args, kwargs or {})
-        if func in _SELECTED and self._all_selected:
-            return _SELECTED[func](*args)
         out: Any = super().__torch_dispatch__(func, types, args, kwargs or {})
         if func is _LAYER:
             return *out[:_WORKSPACE], out[_WORKSPACE].new_empty(_workspace_size(args))
         return _dense(out, args[_NORMED[func]]) if func in _NORMED else out
-
-
-def _places(of: Tensor) -> Tensor:
-    return of.new_empty((of.numel(), of.dim()), dtype=torch.int64)
-
-
-def _values(of: Tensor, mask: Tensor) -> Tensor:
-    return of.new_empty(torch.broadcast_shapes(of.shape, mask.shape).numel())
 
 
 def _dense(out: Any, normed: Tensor) -> Any:
@@ -66,11 +48,6 @@ def _dense(out: Any, normed: Tensor) -> Any:
 _DENSE = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 # Place of the input among the arguments of the kernels of BatchNorm.
 _NORMED = {torch.ops.aten.native_batch_norm.default: 0, torch.ops.aten.native_batch_norm_backward.default: 1}
-# Operators whose results are as long as values say: from the arguments to the longest result.
-_SELECTED: dict[OpOverload, Callable[..., Tensor]] = {
-    torch.ops.aten.nonzero.default: _places,
-    torch.ops.aten.masked_select.default: _values,
-}
 
 
 def _workspace_size(args: Sequence[Any]) -> int:

@@ -23,7 +23,6 @@ from torch import Tensor
 from ctdr_lightning.basics.devices import DeviceModel
 from ctdr_lightning.basics.torch_private import (
     FakeTensor,
-    FakeTensorMode,
     OpOverload,
     as_composite,
     cuda_thought_available,
@@ -31,6 +30,7 @@ from ctdr_lightning.basics.torch_private import (
     operators_replaced,
 )
 from ctdr_lightning.memory.recorder import gpu_rules
+from ctdr_lightning.memory.recorder.fake_values import ValuedFakes
 from ctdr_lightning.memory.recorder.gpu_autocast import Autocast
 from ctdr_lightning.memory.recorder.gpu_rules import Rule
 from ctdr_lightning.memory.recorder.grouped_mm import GROUPED_MM, grouped_mm
@@ -42,17 +42,24 @@ _COPY = gpu_rules.aten._to_copy.default
 _ONE_AT_A_TIME = RLock()  # rules replace operators in the whole process
 
 
-class GpuFakes(FakeTensorMode):
+class GpuFakes(ValuedFakes):
     """The mode of a recording for a GPU: puts the step's tensors on the GPU, and the reserves of its recurrent layers.
 
     Args:
         gpu: Model of the card.
+        reads_values: Whether the step may read values.
     """
 
-    def __init__(self, gpu: DeviceModel) -> None:
-        super().__init__()
+    device = GPU
+
+    def __init__(self, gpu: DeviceModel, *, reads_values: bool = False) -> None:
+        super().__init__(reads_values=reads_values)
         self._gpu = gpu
         self._autocast = None if autograd_takes_cuda() else Autocast()
+
+    def from_tensor(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """A fake tensor on the GPU, as those are that a module keeps beside its buffers: the state of metrics."""
+        return self.new_like(tensor, tensor.dtype)
 
     @contextmanager
     def kernels(self) -> Iterator[None]:

@@ -24,6 +24,7 @@ from ctdr_lightning.memory.traces.machine import CodecCost, Link
 TRACE_VERSION = 5
 # 256 TiB: a larger number in a file is damage.
 MAX_BYTES = 2**48
+ASSUMED = "assumed"  # the key of a trace's notes on operators that read values which were assumed
 LEAN = "lean"  # the key of a trace's notes on outputs that are not made and modules that run in tiles
 RECOUNTED = "zeros counted again"  # the key of a trace's note on how often it was given other shares of zeros
 WEIGHT = "a weight"  # the pin of a parameter that requires grad

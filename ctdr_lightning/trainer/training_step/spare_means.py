@@ -142,7 +142,7 @@ class SpareMeans:
         index, batch = copy.batch
 
         def account(part: Any) -> BatchAccount:
-            recorded = record_fake(copy.module, (index, part), step, all_selected=True)
+            recorded = record_fake(copy.module, (index, part), step, reads_values=True)
             return candidate_account(self._trainer, self._options, copy.optimizer, batch, recorded, copy.module)
 
         def of_part(few: Any) -> Tensor:

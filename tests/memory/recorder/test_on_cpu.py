@@ -92,7 +92,7 @@ def test_a_selection_is_as_large_as_it_may_be_where_that_is_asked_for(selected):
 
     with pytest.raises(ConfigError, match="needs the values of tensors"):
         record_fake(net, (x, torch.ones(64)), step)
-    fake = record_fake(net, (x, torch.ones(64)), step, all_selected=True)
+    fake = record_fake(net, (x, torch.ones(64)), step, reads_values=True)
     peaks = []
     for labels in (torch.ones(64), torch.arange(64) - 32):
         net.zero_grad()

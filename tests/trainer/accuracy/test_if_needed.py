@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.functional.classification import multiclass_accuracy
 
 from ctdr_lightning import CTDRCallback, plan, restore
 from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError, ReplayError
@@ -210,6 +211,22 @@ def selecting(logits, classes):
 
 def test_batches_whose_loss_selects_by_values_run_in_parts_too(least, caplog):
     chosen = Sorter(loss=selecting)
+    sort(chosen, callback(sum(least) // 2, verbose=True))
+    assert n_factorized(chosen) == 0
+    assert "batches run in parts" in caplog.text
+
+
+def counting(logits, classes):
+    """As many loops do: a loss is formatted, a metric validates its arguments, a number decides."""
+    loss = functional.cross_entropy(logits, classes)
+    multiclass_accuracy(logits, classes, num_classes=4)
+    if not torch.isfinite(loss) or float(f"{loss:.3f}") < 0:
+        raise ValueError("The loss is not finite.")
+    return loss
+
+
+def test_batches_whose_step_reads_values_run_in_parts_too(least, caplog):
+    chosen = Sorter(loss=counting)
     sort(chosen, callback(sum(least) // 2, verbose=True))
     assert n_factorized(chosen) == 0
     assert "batches run in parts" in caplog.text

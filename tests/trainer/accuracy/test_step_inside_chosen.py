@@ -65,6 +65,7 @@ def test_with_room_for_all_gradients_the_step_stays_where_it_is(caplog):
 STEPS = {
     "plain": (lambda module, batch: module.training_step(batch, 0), True),
     "a selection by values": (lambda module, batch: module.net(batch[0])[batch[0][:, 0] > 0].mean(), True),
+    "a number that is read": (lambda module, batch: module.net(batch[0]).mean() * batch[0].std().item(), True),
     "a weight in two places": (lambda module, batch: (module.net(batch[0]) @ module.net[0].weight).mean(), True),
     "a weight in two parts of the backward": (Twice.training_step, False),
     "a weight that is read after its update": (ReadsOn.training_step, False),

@@ -202,7 +202,7 @@ def may_step_inside(module: LightningModule, batch: Any, step: Callable[[Any, An
         return step(twin, inputs)
 
     try:
-        record_fake(module, batch, watched, all_selected=True)
+        record_fake(module, batch, watched, reads_values=True)
     except Exception:  # autograd's, of a tensor that was modified in place; or a second part's
         return False
     return True

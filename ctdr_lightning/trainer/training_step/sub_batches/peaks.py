@@ -158,7 +158,7 @@ def fake_steps(trainer: Any, module: LightningModule, lean_step: LeanStep) -> Ca
     def recorded(inputs: Inputs) -> Trace:
         try:
             with isolated(), no_dispatch_modes():  # a meter outside would count the fakes
-                return record_fake(module, inputs, step, all_selected=True)
+                return record_fake(module, inputs, step, reads_values=True)
         except Exception as error:  # the user's step may raise anything where there are no values
             raise ConfigError(
                 f"The memory of a sub-batch cannot be predicted: {first_line(error)}.",
