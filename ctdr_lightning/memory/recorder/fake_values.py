@@ -9,8 +9,9 @@ may. Complexity: a small operator for each one that makes such a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -49,7 +50,8 @@ class ValuedFakes(FakeTensorMode):
     device = torch.device("cpu")
 
     def __init__(self, *, reads_values: bool = False) -> None:
-        super().__init__()
+        # torch runs an operator without a fake kernel on zeros of the device, which may not be there
+        super().__init__(allow_fallback_kernels=self.device.type == "cpu")
         self._reads_values = reads_values
         self._random_state = torch.get_rng_state()
         self.assumed: set[str] = set()
@@ -80,9 +82,14 @@ class ValuedFakes(FakeTensorMode):
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=self.device)
         return self._with_value(fake, tensor)
 
-    def readings(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def readings(self) -> Iterator[None]:
         """Answers functions that read a tensor without an operator."""
-        return _Reads(self) if self._reads_values else nullcontext()
+        with ExitStack() as stack:
+            if self._reads_values:
+                stack.enter_context(_Reads(self))
+                stack.enter_context(_taken_for_real())
+            yield
 
     def _with_value(self, fake: Any, real: Tensor) -> Any:
         if self._reads_values and _is_small(real) and not real.is_meta and not isinstance(real, FakeTensor):
@@ -174,6 +181,20 @@ class _Reads(TorchFunctionMode):
             with no_dispatch_modes():
                 return func(self._fakes.read(alone).clone(), *args[1:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _taken_for_real() -> Iterator[None]:
+    """Let transformers read values: of a fake tensor it does not ask, and builds masks that a run omits."""
+    module: Any = sys.modules.get("transformers.utils.import_utils")
+    asked = getattr(module, "is_fake_tensor", None)
+    if asked is not None:
+        module.is_fake_tensor = lambda tensor: False
+    try:
+        yield
+    finally:
+        if asked is not None:
+            module.is_fake_tensor = asked
 
 
 _READING: set[Any] = {Tensor.numpy, Tensor.__array__, Tensor.__format__}

@@ -162,6 +162,54 @@ def test_a_step_that_may_not_read_values_is_refused(name):
         record_fake(Net(), batch_of(), READ[name])
 
 
+def hugging_face(attention_mask, use_cache=True):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    net = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, use_cache=use_cache))
+    tokens = torch.randint(1, 64, (2, 16))
+    return net, {"input_ids": tokens, "labels": tokens, "attention_mask": attention_mask}
+
+
+PADDED = torch.ones(2, 16, dtype=torch.int64).tril(12)
+
+
+@pytest.mark.parametrize(
+    ("mask", "use_cache", "kernel"),
+    [
+        (None, True, "flash"),
+        (None, False, "flash"),
+        (torch.ones_like(PADDED), True, "flash"),
+        (PADDED, True, "efficient"),
+    ],
+)
+def test_models_of_transformers_omit_the_masks_that_they_omit_in_a_run(mask, use_cache, kernel):
+    net, batch = hugging_face(mask, use_cache)
+
+    def step(net, batch):
+        return net(**batch).loss
+
+    step(net, batch).backward()  # buffers are made by the first forward
+    net.zero_grad()
+    real = record(lambda: step(net, batch), root=net, standing=(*net.parameters(), *net.buffers()))
+    fake = record_fake(net, batch, step, reads_values=True)
+    assert [op.name for op in fake.ops] == [op.name for op in real.ops]
+    assert Simulator(fake).peak_bytes == Simulator(real).peak_bytes
+    card = record_fake(net, batch, step, device="a100", precision="bf16-true", reads_values=True)
+    assert f"aten._scaled_dot_product_{kernel}_attention.default" in [op.name for op in card.ops]
+
+
+def test_an_operator_without_a_fake_kernel_is_recorded_for_a_card():
+    def step(net, batch):
+        chances = net(batch[0]).view(8, 4, 10).log_softmax(2)
+        return F.ctc_loss(chances, batch[1][:8].view(4, 2) + 1, torch.full((4,), 8), torch.full((4,), 2))
+
+    small = (batch_of()[0], batch_of()[1] % 9)
+    assert "aten._ctc_loss.Tensor" in [op.name for op in record_fake(Net(), small, step, reads_values=True).ops]
+    card = record_fake(Net(), small, step, device="a100", reads_values=True)
+    assert any("ctc_loss" in op.name for op in card.ops)
+
+
 def test_draws_differ_and_leave_the_generators_alone():
     mine, seen = torch.Generator().manual_seed(0), []
 

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
+from torch.distributions import Categorical
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.functional.classification import multiclass_accuracy
@@ -225,8 +226,25 @@ def counting(logits, classes):
     return loss
 
 
-def test_batches_whose_step_reads_values_run_in_parts_too(least, caplog):
-    chosen = Sorter(loss=counting)
+def likelihood(logits, classes):
+    return -Categorical(logits=logits).log_prob(classes).mean()
+
+
+class Shifting(Sorter):
+    """Draws as numbers."""
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0].flip(1) if torch.rand(1) < 0.5 else batch[0]
+        shift = int(torch.randint(0, 8, (1,)))
+        return self.loss(self.net(x.roll(shift, 1)), batch[1])
+
+
+READING = {"metric": partial(Sorter, counting), "distribution": partial(Sorter, likelihood), "draws": Shifting}
+
+
+@pytest.mark.parametrize("name", READING)
+def test_batches_whose_step_reads_values_run_in_parts_too(least, caplog, name):
+    chosen = READING[name]()
     sort(chosen, callback(sum(least) // 2, verbose=True))
     assert n_factorized(chosen) == 0
     assert "batches run in parts" in caplog.text
