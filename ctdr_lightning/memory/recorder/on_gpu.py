@@ -59,7 +59,7 @@ class GpuFakes(ValuedFakes):
 
     def from_tensor(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         """A fake tensor on the GPU, as those are that a module keeps beside its buffers: the state of metrics."""
-        return self.new_like(tensor, tensor.dtype)
+        return self.new_like(tensor, tensor.dtype).requires_grad_(tensor.requires_grad)
 
     @contextmanager
     def kernels(self) -> Iterator[None]:
