@@ -117,6 +117,7 @@ class ValuedFakes(FakeTensorMode):
     def _all_selected(self, func: OpOverload, args: Sequence[Any]) -> Tensor:
         out = _SELECTED[func](*args)
         self._follow(func, [_assumed(a) if isinstance(a, Tensor) else a for a in args], {}, out)
+        setattr(out, _ASSUMED, True)
         return out
 
     def _follow(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
@@ -185,11 +186,11 @@ class _Reads(TorchFunctionMode):
 
 @contextmanager
 def _taken_for_real() -> Iterator[None]:
-    """Let transformers read values: of a fake tensor it does not ask, and builds masks that a run omits."""
+    """Let transformers read known values: for a fake tensor it builds the masks that a run may omit."""
     module: Any = sys.modules.get("transformers.utils.import_utils")
     asked = getattr(module, "is_fake_tensor", None)
     if asked is not None:
-        module.is_fake_tensor = lambda tensor: False
+        module.is_fake_tensor = lambda tensor: isinstance(tensor, FakeTensor) and _is_assumed(tensor)
     try:
         yield
     finally:
@@ -246,7 +247,7 @@ def _assumed(tensor: Tensor) -> Tensor:
 
 
 def _is_even(func: OpOverload, args: Sequence[Any]) -> bool:
-    """Whether an operator's result has the same number everywhere, as the tensors that it is given have."""
+    """Whether one element of each tensor gives the result, as all elements of a tensor are the same."""
     tensors = _tensors(args)
     same = all(n == 1 or step == 0 for t in tensors for n, step in zip(t.shape, t.stride(), strict=True))
     return _POINTWISE in func.tags and not traits(func).writes and bool(tensors) and same
