@@ -231,17 +231,32 @@ def test_nothing_is_cut_where_the_batch_fits():
     assert plain.module.calls == cut.module.calls
 
 
-class NeedsValues(Deep):
+class ReadsValues(Deep):
     def training_step(self, batch, index):
         return super().training_step(batch, index) * (1 if batch[0].sum().item() else 2)
 
 
 @pytest.mark.slow
+def test_a_step_that_reads_values_is_looked_ahead():
+    cut = fit(ReadsValues(torch.optim.SGD), memory_budget="4MiB", loader=large(), max_epochs=1, sub_batches="auto")
+    plain = fit(ReadsValues(torch.optim.SGD), loader=large(), max_epochs=1)
+    equal(plain.gradients, cut.gradients, SINGLE)
+    assert cut.module.calls > plain.module.calls
+
+
+class ReadsByPointer(Deep):
+    """Its step reads memory by DLPack, which no fake tensor has."""
+
+    def training_step(self, batch, index):
+        return super().training_step(batch, index) * (1 if torch.from_dlpack(batch[0].__dlpack__()).any() else 2)
+
+
+@pytest.mark.slow
 def test_what_cannot_be_looked_ahead_is_said():
     with pytest.raises(ConfigError, match=r"cannot be predicted.*\nHINT: Give a number"):
-        fit(NeedsValues(), memory_budget="4MiB", loader=large(), sub_batches="auto")
+        fit(ReadsByPointer(), memory_budget="4MiB", loader=large(), sub_batches="auto")
     with pytest.raises(InfeasibleBudgetError) as caught:
-        fit(NeedsValues(), memory_budget="4MiB", loader=large())
+        fit(ReadsByPointer(), memory_budget="4MiB", loader=large())
     assert "sub_batches" not in str(caught.value)
 
 
