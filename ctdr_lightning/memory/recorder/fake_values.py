@@ -9,6 +9,7 @@ may. Complexity: a small operator for each one that makes such a tensor.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -86,6 +87,7 @@ class ValuedFakes(FakeTensorMode):
     def readings(self) -> Iterator[None]:
         """Answers functions that read a tensor without an operator."""
         with ExitStack() as stack:
+            stack.enter_context(_without_tracebacks())
             if self._reads_values:
                 stack.enter_context(_Reads(self))
                 stack.enter_context(_taken_for_real())
@@ -196,6 +198,17 @@ def _taken_for_real() -> Iterator[None]:
     finally:
         if asked is not None:
             module.is_fake_tensor = asked
+
+
+@contextmanager
+def _without_tracebacks() -> Iterator[None]:
+    """Keep torch from printing a traceback for an operator that fails: the error says as much."""
+    log = logging.getLogger(FakeTensorMode.__module__)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 _READING: set[Any] = {Tensor.numpy, Tensor.__array__, Tensor.__format__}

@@ -36,6 +36,7 @@ class BytesBeside:
         optimizer: Bytes of the optimizers.
         kept_bytes: Gradients of the step before, which remain until the backward.
         copied_bytes: Copies for a retry, with room for larger ones.
+        own_bytes: Copies of what a step in parts itself changes; may be set.
         held_bytes: Bytes of a GPU's allocator that nothing else explains: buckets of DDP, teachers, workspaces.
         surprises: Judges measured batches.
         rest_measured: Whether the optimizers' step was measured.
@@ -45,7 +46,7 @@ class BytesBeside:
         self._options = options
         self.optimizer = NO_OPTIMIZER
         self.kept_bytes = self.copied_bytes = self._put_back_bytes = self._state_bytes = 0
-        self._foreseen_bytes = 0
+        self._foreseen_bytes = self.own_bytes = 0
         self.held_bytes = self._weight_bytes = 0
         self.surprises = Surprises()
         self.rest_measured = False
@@ -78,7 +79,7 @@ class BytesBeside:
 
     def account(self, step: Trace) -> BatchAccount:
         """The account of a batch that runs whole, from its step on its machine."""
-        copied_bytes = self.copied_bytes + self._put_back_bytes + self.surprises.counted_bytes
+        copied_bytes = self.copied_bytes + self.own_bytes + self._put_back_bytes + self.surprises.counted_bytes
         inside = self._options.optimizer_step is not None
         return BatchAccount(step.with_static(self.held_bytes), self.optimizer, inside, self.kept_bytes, copied_bytes)
 
@@ -92,10 +93,11 @@ class BytesBeside:
             module: The model.
             inputs: The arguments of the part's step.
         """
-        copied_bytes = 0
+        copied_bytes = self.own_bytes
         if self._options.retry_on_oom:
             roots = {MODULE: module, "batch": inputs, OPTIMIZERS: module.trainer.optimizers}
-            copied_bytes = with_room(Snapshot(roots, set()).copied_bytes)
+            # the retry comes to copy them, too
+            copied_bytes += with_room(Snapshot(roots, set()).copied_bytes + self.own_bytes)
         account = replace(self.account(step), kept_bytes=0, copied_bytes=copied_bytes)
         adds = cast(Any, module.trainer).accumulate_grad_batches > 1
         return account.adding(gradient_sizes(module)) if adds else account

@@ -64,7 +64,7 @@ class Planned(Layer):
             return step.extra, adds, lean, units, alike
 
         beside_bytes, adds = self._memory.make_ready(step.inputs, kind_of, step.later)
-        return rest.forward(replace(step, kind=kind_of(adds), beside_bytes=beside_bytes))
+        return rest.forward(replace(step, kind=kind_of(adds), beside_bytes=step.beside_bytes + beside_bytes))
 
     def done(self) -> None:
         """Plan a step that was recorded, after the first one with another choice of units perhaps."""

@@ -117,6 +117,7 @@ class Snapshot:
         written: Marks of the paths to large tensors that earlier steps wrote; `learn` adds to it.
         standing: The part that persists between steps, for the snapshots of a run; None looks through everything.
         most_bytes: Of small tensors among a module's attributes, to be copied unseen.
+        large: Whether frozen parameters and buffers are copied unseen, too.
 
     Attributes:
         reach: The reachable objects.
@@ -130,8 +131,10 @@ class Snapshot:
         written: set[Hashable],
         standing: Standing | None = None,
         most_bytes: float = ATTRIBUTES_AT_MOST_BYTES,
+        *,
+        large: bool = False,
     ) -> None:
-        self._written, self._most_bytes = written, most_bytes
+        self._written, self._most_bytes, self._large = written, most_bytes, large
         standing = standing or Standing()
         known = standing.reach({name: root for name, root in roots.items() if name != BATCH})
         passing = reachable({BATCH: roots[BATCH]}) if BATCH in roots else Reachable()
@@ -165,7 +168,7 @@ class Snapshot:
         attributes = {id(tensor) for tensor in few_attributes(tensors, self._most_bytes)}
         for index, (trail, tensor) in enumerate(tensors, start):
             copied = id(tensor) in attributes if _is_attribute(trail) else _root(trail) != OPTIMIZERS
-            small = tensor.numel() <= SMALL_ELEMENTS and copied
+            small = copied and (tensor.numel() <= SMALL_ELEMENTS or (self._large and _root(trail) == MODULE))
             if (small or (known and mark(trail) in known)) and tensor.layout == torch.strided:
                 found.append((index, tensor, small, isinstance(tensor, nn.Parameter)))
         return found
@@ -260,6 +263,11 @@ class Snapshot:
             _set_generator(generator, state)
         self.gradients.put_back()
         self._random.put_back()
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether torch's, Python's or NumPy's own generators have moved since."""
+        return self._random.moved
 
     @property
     def drawn_from(self) -> list[Any]:

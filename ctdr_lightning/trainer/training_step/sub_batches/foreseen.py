@@ -13,6 +13,7 @@ from ctdr_lightning.trainer.options import IN_PARTS, NORMS_IN_PARTS, CallbackOpt
 from ctdr_lightning.trainer.training_step.optimizer.resident import gradient_sizes
 from ctdr_lightning.trainer.training_step.sub_batches.batch_norm import LEAST_SAMPLES, batch_norm_of
 from ctdr_lightning.trainer.training_step.sub_batches.checks import check_mean, computes_in_half, sub_batch_hindrance
+from ctdr_lightning.trainer.training_step.sub_batches.own_changes import OwnChanges
 from ctdr_lightning.trainer.training_step.sub_batches.peaks import SubBatchPeaks
 
 NO_NUMBER_FITS = "no number of them fits"
@@ -60,8 +61,9 @@ def why_not_in_parts(
         lambda inputs: account(inputs[0][0]), gradient_sizes(module), ((batch,), {}), budget_bytes, least_samples=least
     )
     try:
-        unknown = check_mean(module, step, batch, half=half)
-        return unknown or ("" if peaks.fewest(whole=False) > 0 else NO_NUMBER_FITS)
+        checked = check_mean(module, step, batch, half=half)
+        peaks.copied_bytes = 2 * OwnChanges(module, checked.changed).n_bytes  # the retry's copies, too
+        return checked.unknown or ("" if peaks.fewest(whole=False) > 0 else NO_NUMBER_FITS)
     except ConfigError as error:  # no mean
         return error.problem
     except Exception as error:  # whatever the user's step raises on tensors without data, as on a smaller batch

@@ -27,6 +27,7 @@ from ctdr_lightning.trainer.training_step.optimizer.resident import begins_sum
 from ctdr_lightning.trainer.training_step.sub_batches.batch_norm import LEAST_ASKED, RunningStatistics, batch_norm_of
 from ctdr_lightning.trainer.training_step.sub_batches.checks import check_mean, computes_in_half, sub_batch_hindrance
 from ctdr_lightning.trainer.training_step.sub_batches.joined import JoinedLogs, detached_output, joined_output
+from ctdr_lightning.trainer.training_step.sub_batches.own_changes import OwnChanges
 from ctdr_lightning.trainer.training_step.sub_batches.parts import Part, n_samples, parts_of
 
 Run = Callable[..., Any]
@@ -57,7 +58,7 @@ class SubBatches(Layer):
         self._outgrown: set[Hashable] = set()
         self._held: list[tuple[nn.Parameter, Tensor]] = []
         self._statistics: RunningStatistics | None = None
-        self._checked = False
+        self._own: OwnChanges | None = None
 
     def check(self, trainer: Any, module: LightningModule) -> None:
         """Refuse a run whose batches cannot be split.
@@ -73,6 +74,8 @@ class SubBatches(Layer):
         """Leave a batch that is under way."""
         self.logs.close()
         self._held = []
+        if self._own is not None:
+            self._own.forget()
         self._end_statistics()
 
     def forward(self, step: Step, rest: Chain) -> Any:
@@ -110,7 +113,8 @@ class SubBatches(Layer):
             self._end_statistics()  # a later whole batch must not undo a momentum that the user has set since
 
     def _in_parts(self, step: Step, rest: Chain, parts: list[Part]) -> Any:
-        shares, module = [part.share for part in parts], step.module
+        shares, module, own = [part.share for part in parts], step.module, self._own
+        assert own is not None
         statistics = self._statistics = RunningStatistics(module, shares)
         joined = _Joined(shares, self.logs, statistics.ran)
         (_, *more), named = step.inputs
@@ -118,8 +122,12 @@ class SubBatches(Layer):
         fresh = begins_sum(module.trainer) or all(parameter.grad is None for parameter in module.parameters())
         if fresh:
             _free_gradients(module)
+        own.note()
+        step = replace(step, beside_bytes=own.n_bytes)
         for index, part in enumerate(parts):
             statistics.begin(index)
+            if index:
+                own.put_back()
             run, finish = partial(self._logged, index, step.run), partial(joined.take, index)
             inputs = (part.batch, *more), named
             output = rest.forward(replace(step, run=run, inputs=inputs, finish=finish, later=index > 0))
@@ -132,6 +140,7 @@ class SubBatches(Layer):
                 _backward(module, output)
                 del output
                 rest.done()
+        own.forget()
         self._held = _taken(module) if fresh else []
         return output
 
@@ -175,15 +184,17 @@ class SubBatches(Layer):
         if n < 2 and not self._numbers and self._asked != "auto":
             raise ConfigError(f"sub_batches={self._asked!r} is impossible: the batch has {n} sample.", _HINT)
         most = n // LEAST_ASKED if batch_norm_of(module) else n
-        number = (
-            min(self._asked, most) if isinstance(self._asked, int) else self._memory.planner.fewest_sub_batches(inputs)
-        )
+        fewest = partial(self._memory.planner.fewest_sub_batches, inputs)
+        number = min(self._asked, most) if isinstance(self._asked, int) else fewest()
         if number > 1:
-            self._check_batch(module, inner, inputs)
+            own_bytes = self._check_batch(module, inner, inputs).n_bytes
+            self._memory.beside.own_bytes = own_bytes
+            if own_bytes and self._asked == "auto":
+                number = fewest()
             self._memory.note(BatchesCut(n, number))
         return number
 
-    def _check_batch(self, module: LightningModule, inner: Run, inputs: Any) -> None:
+    def _check_batch(self, module: LightningModule, inner: Run, inputs: Any) -> OwnChanges:
         found = batch_norm_of(module)
         if found and not self._batch_norm:
             raise ConfigError(
@@ -191,23 +202,24 @@ class SubBatches(Layer):
                 "Write memory=Memory(batch_norm_in_parts=True) to have each part normalised by itself, use GroupNorm "
                 "or LayerNorm, put it in evaluation mode, or leave sub_batches out.",
             )
-        if self._checked:
-            return
+        if self._own is not None:
+            return self._own
         (batch, *more), named = inputs
         half = computes_in_half(module.device.type, module.parameters())
         try:
             self.logs.begin(0)
-            reason = check_mean(module, lambda few: inner(few, *more, **named), batch, half=half)
+            checked = check_mean(module, lambda few: inner(few, *more, **named), batch, half=half)
         finally:
             self.logs.close()
-        self._checked = True
-        if reason and self._refusal is not None:
+        self._own = OwnChanges(module, checked.changed)
+        if checked.unknown and self._refusal is not None:
             raise self._refusal  # nobody has said that it is one
-        if reason:
+        if checked.unknown:
             rank_zero_warn(
-                f"CTDR: whether the loss is a mean over samples could not be checked: {reason}. Only where it is, "
-                "sub-batches have the gradients of the whole batch."
+                f"CTDR: whether the loss is a mean over samples could not be checked: {checked.unknown}. Only where it "
+                "is, sub-batches have the gradients of the whole batch."
             )
+        return self._own
 
 
 class _Joined:
