@@ -28,6 +28,7 @@ from ctdr_lightning.basics.torch_private import (
     tree_leaves,
     tree_map_only,
 )
+from ctdr_lightning.memory.recorder.packed import PACK, PAD, makes_lengths, packed, takes_lengths
 from ctdr_lightning.memory.values.op_traits import UNINITIALISED, traits
 
 # A batch's padding mask is followed, images and activations are not. Not tuned.
@@ -53,7 +54,7 @@ class ValuedFakes(FakeTensorMode):
     def __init__(self, *, reads_values: bool = False) -> None:
         # torch runs an operator without a fake kernel on zeros of the device, which may not be there
         super().__init__(allow_fallback_kernels=self.device.type == "cpu")
-        self._reads_values = reads_values
+        self._reads_values, self._pads = reads_values, False
         self._random_state = torch.get_rng_state()
         self.assumed: set[str] = set()
 
@@ -66,6 +67,12 @@ class ValuedFakes(FakeTensorMode):
             return super().__torch_dispatch__(func, types, args, kwargs)
         if func in _SELECTED:
             return self._all_selected(func, args)
+        if func is PACK:
+            with self:
+                return packed(*args)
+        if self._pads and makes_lengths(func, args, kwargs):
+            with no_dispatch_modes():
+                return func(*args, **{**kwargs, "device": torch.device("cpu")})
         try:
             out = super().__torch_dispatch__(func, types, args, kwargs)
         except NEEDS_VALUES as error:
@@ -106,6 +113,23 @@ class ValuedFakes(FakeTensorMode):
         if _is_assumed(fake):
             self.assumed.add("aten._local_scalar_dense.default")
         return _value(fake)
+
+    def with_lengths(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a function of C++ that reads lengths or batch sizes, its second argument, or writes them."""
+        self._pads = func.__name__ == PAD
+        try:
+            out = func(args[0], self.known(args[1]), *args[2:], **kwargs)
+        finally:
+            self._pads = False
+        return tuple(t if isinstance(t, FakeTensor) else self._on_processor(t) for t in out)
+
+    def known(self, fake: Tensor) -> Tensor:
+        """A copy of the value of a tensor."""
+        with no_dispatch_modes():
+            return self.read(fake).clone()
+
+    def _on_processor(self, value: Tensor) -> FakeTensor:
+        return self._with_value(FakeTensorMode.from_tensor(self, value), value)
 
     def _by_values(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> Any:
         """The result of an operator that has none without values."""
@@ -181,8 +205,11 @@ class _Reads(TorchFunctionMode):
             alone = args[0].detach()  # an operator of the real functions, too
             if func is Tensor.__format__ and alone.dim() == 0:
                 return format(alone.item(), *args[1:])
+            known = self._fakes.known(alone)
             with no_dispatch_modes():
-                return func(self._fakes.read(alone).clone(), *args[1:], **(kwargs or {}))
+                return func(known, *args[1:], **(kwargs or {}))
+        if takes_lengths(func, args):
+            return self._fakes.with_lengths(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 

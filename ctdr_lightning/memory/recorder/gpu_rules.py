@@ -244,32 +244,34 @@ _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 _KEPT = {0: 2, 1: 2, 2: 6, 3: 5}
 
 
-def _recurrent(name: str) -> Rule:
-    own = getattr(aten, name).input
+def _recurrent(name: str, *, packed: bool) -> Rule:
+    own = getattr(getattr(aten, name), "data" if packed else "input")
 
-    def run(
-        input: Tensor, hx: Any, params: list[Tensor], has_biases: bool, num_layers: int, dropout: float, train: bool,
-        bidirectional: bool, batch_first: bool,
-    ) -> Any:  # fmt: skip
+    def run(input: Tensor, *args: Any) -> Any:
         """A recurrent layer by cuDNN."""
-        states = tuple(hx) if name == "lstm" else (hx,)
-        known = torch.backends.cudnn.enabled and input.dtype in (torch.float32, torch.float64, *HALVES)
-        if not known:
-            return as_composite(
-                own, input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
-            )
-        input, params, states = _as_autocast((input, params, states))
-        hidden, out = states[-1].shape[-1], states[0].shape[-1]
-        cell = states[1] if len(states) > 1 else None
-        stride = (4 if has_biases else 2) + (hidden != out)
-        with torch.autocast("cuda", enabled=False):
-            found = aten._cudnn_rnn.default(
-                input, params, stride, params[0].detach(), states[0].contiguous(), cell, _MODES[name], hidden,
-                out if out != hidden else 0, num_layers, batch_first, dropout, train, bidirectional, [], None,
-            )  # fmt: skip
-        return found[: 1 + len(states)]
+        if not torch.backends.cudnn.enabled or input.dtype not in (torch.float32, torch.float64, *HALVES):
+            return as_composite(own, input, *args)
+        batch_sizes = args[0].tolist() if packed else []
+        return _by_cudnn(name, batch_sizes, input, *(args[1:] if packed else args))
 
     return run
+
+
+def _by_cudnn(
+    name: str, batch_sizes: list[int], input: Tensor, hx: Any, params: list[Tensor], has_biases: bool, num_layers: int,
+    dropout: float, train: bool, bidirectional: bool, batch_first: bool = False,
+) -> Any:  # fmt: skip
+    states = tuple(hx) if name == "lstm" else (hx,)
+    input, params, states = _as_autocast((input, params, states))
+    hidden, out = states[-1].shape[-1], states[0].shape[-1]
+    cell = states[1] if len(states) > 1 else None
+    stride = (4 if has_biases else 2) + (hidden != out)
+    with torch.autocast("cuda", enabled=False):
+        found = aten._cudnn_rnn.default(
+            input, params, stride, params[0].detach(), states[0].contiguous(), cell, _MODES[name], hidden,
+            out if out != hidden else 0, num_layers, batch_first, dropout, train, bidirectional, batch_sizes, None,
+        )  # fmt: skip
+    return found[: 1 + len(states)]
 
 
 def _as_autocast(nest: Any) -> Any:
@@ -347,7 +349,8 @@ def card_rules(gpu: DeviceModel) -> dict[OpOverload, Rule]:
     return {
         aten.scaled_dot_product_attention.default: attend,
         aten.batch_norm.default: batch_norm,
-        **{getattr(aten, name).input: _recurrent(name) for name in _MODES},
+        **{getattr(aten, name).input: _recurrent(name, packed=False) for name in _MODES},
+        **{getattr(aten, name).data: _recurrent(name, packed=True) for name in _MODES},
     }
 
 

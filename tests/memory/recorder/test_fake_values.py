@@ -268,3 +268,42 @@ def test_a_large_flag_is_read_without_a_tensor_of_its_size():
 
     x = torch.empty(2**12, 64, device="meta")
     assert record_fake(nn.Linear(64, 64), x, step, reads_values=True).meta["assumed"] == ITEM
+
+
+class Packs(nn.Module):
+    """Sequences of other lengths, packed, through a recurrent layer, and padded again."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head = getattr(nn, kind)(16, 24, 2, batch_first=True, bidirectional=True), nn.Linear(48, 3)
+
+    def forward(self, rows, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(rows, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        padded, again = nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0], batch_first=True)
+        return self.head(padded).sum() * int((again == lengths).all())
+
+
+SEQUENCES = torch.randn(5, 9, 16), torch.tensor([9, 3, 3, 7, 1])
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_packed_sequences_are_recorded_by_their_lengths(kind):
+    net = Packs(kind)
+    real = record(lambda: net(*SEQUENCES), root=net)
+    fake = record_fake(net, SEQUENCES, lambda module, inputs: module(*inputs), reads_values=True)
+    # behind a write autograd takes views of a fake tensor anew, by their own operators in the place of strides
+    views = ("aten.slice.Tensor", "aten.as_strided.default")
+    names = ([op.name for op in trace.ops if op.name not in views] for trace in (real, fake))
+    assert next(names) == next(names)
+    assert fake.meta.get("assumed") is None
+    at_most = 2 * 8 * sum(SEQUENCES[0].shape[:2])  # lengths and batch sizes, true and fake
+    assert 0 <= Simulator(fake).peak_bytes - Simulator(real).peak_bytes <= at_most
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_packed_sequences_are_cudnn_s_on_a_card(kind):
+    fake = record_fake(Packs(kind), SEQUENCES, lambda module, inputs: module(*inputs), device="a100", reads_values=True)
+    names = [op.name for op in fake.ops]
+    assert names.count("aten._cudnn_rnn.default") == names.count("aten._cudnn_rnn_backward.default") == 1
+    assert len(names) < 150  # 600 by single operators
