@@ -14,7 +14,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help:
 	@echo "make demo       dense vs CTDR on handwritten digits: a table and outputs/demo/memory.png"
 	@echo "make test       lint, types and tests"
-	@echo "make test-slow  the tests that take longer than a minute"
+	@echo "make test-slow  the tests that take seconds each, and longer"
 	@echo "make test-exhaustive  rows of long tables of which CI has a sample, and the longest runs: before a release"
 	@echo "make test-browser  the HTML report in a real Chromium"
 	@echo "make docs       the documentation, in site/"
@@ -28,7 +28,7 @@ test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 test-slow: $(VENV)/.for-tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m 'slow and not exhaustive'
 
 test-exhaustive: $(VENV)/.for-tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m exhaustive

@@ -91,6 +91,7 @@ def run_with_checkpoints(folder, epochs, ckpt_path=None, **options):
     return module, trainer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"recovery": Recovery(phases=[Phase(1, "factors"), Phase(2, lr_scale=0.5, warmup_epochs=1)])}]
 )

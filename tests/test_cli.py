@@ -161,6 +161,7 @@ def test_an_argument_that_is_not_known_names_the_nearest(capsys):
     assert "unrecognized arguments: --budgte 8GiB. Did you mean '--budget'?" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_without_a_budget_a_table_says_what_budgets_cost(capsys):
     assert main(["plan", f"{__name__}:chain(12, width=32)", "--input", "512,32"]) == 0
     head, *lines, last = capsys.readouterr().out.splitlines()
@@ -176,6 +177,7 @@ def test_without_a_budget_a_table_says_what_budgets_cost(capsys):
     assert main(["plan", f"{__name__}:chain(12, width=32)", "--input", "512,32", "--budget", budget]) == 0
 
 
+@pytest.mark.slow
 def test_the_table_of_the_document_is_what_the_command_prints(capsys):
     document = Path(__file__).parents[1] / "docs" / "command.md"
     command, *printed = re.search(r"```text\n\$ ctdr (plan .*?)```", document.read_text(), re.DOTALL)[1].splitlines()
@@ -191,6 +193,7 @@ def test_a_step_that_no_plan_makes_smaller_has_one_line(capsys):
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model", ["torchvision:resnet18(num_classes=7)", "timm:resnet10t(num_classes=7)", "transformers:{}(num_labels=7)"]
 )
@@ -246,6 +249,7 @@ def test_a_larger_batch_takes_more_and_an_optimizer_adds_its_state(tmp_path):
     assert peaks[2] - peaks[1] == 2 * n_bytes + counters
 
 
+@pytest.mark.slow
 def test_the_largest_batch_with_and_without_a_plan(tmp_path, capsys):
     path = tmp_path / "plan.json"
     assert main(["max-batch", NAME, "--input", "3,24,24", "--budget", "30MiB", "--save", str(path)]) == 0
@@ -277,6 +281,7 @@ def test_a_batch_in_parts_takes_less_and_adds_to_the_gradients_of_the_others(tmp
     assert peaks[2] > 1.9 * peaks[4]
 
 
+@pytest.mark.slow
 def test_the_fewest_parts_that_fit_are_found(tmp_path, capsys):
     path = tmp_path / "plan.json"
     limit = ["--budget", "1MiB", "--policy", "keep", "--save", str(path)]
@@ -298,6 +303,7 @@ def test_parts_of_a_network_with_batch_norm_are_planned_with_a_line_on_it(capsys
     assert "3 (BatchNorm2d) normalises each by itself" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["plan", "max-batch"])
 def test_a_step_that_reads_values_is_planned_with_a_line_on_it(command, capsys):
     said = "The step reads values of tensors (aten._local_scalar_dense.default). They were assumed"
@@ -453,6 +459,7 @@ def test_help_shows_examples_and_loads_no_torch():
     assert all(f"\n  ctdr {command} " in shown for command in COMMANDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("typed", "found"), [("ctdr ma", "max-batch"), ("ctdr explain --t", "--top")])
 def test_tab_completes_commands_and_options(typed, found, tmp_path):
     """As argcomplete asks: by the environment, with the answer in a file."""

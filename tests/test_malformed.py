@@ -135,6 +135,7 @@ def mutate(draw, thing):
         return thing
 
 
+@pytest.mark.slow
 @MANY
 @given(st.data())
 def test_any_change_to_a_plan(data):
@@ -143,6 +144,7 @@ def test_any_change_to_a_plan(data):
     ends_well(lambda: decompose(parts.Blobs(), choices=changed, progress=False))
 
 
+@pytest.mark.slow
 @MANY
 @given(data=st.data())
 def test_any_change_to_the_state_in_a_checkpoint(content, tmp_path_factory, data):

@@ -31,6 +31,7 @@ def test_error_comes_through_and_threads_are_put_back(two_threads):
     assert torch.get_num_threads() == 2
 
 
+@pytest.mark.slow
 def test_the_same_factors_on_any_number_of_threads(two_threads):
     net = nn.Sequential(*(nn.Conv2d(32, 32, 3) for _ in range(4)))
     twin = copy.deepcopy(net)

@@ -113,6 +113,7 @@ def test_what_lasts_without_a_word_is_said_all_the_same(monkeypatch, capsys):
     assert lines(capsys) == []
 
 
+@pytest.mark.slow
 def test_no_bar_outlives_an_interrupt_at_any_of_its_lines(monkeypatch):
     monkeypatch.setattr(progress, "PATIENCE_S", -1.0)
     down, up = [], []

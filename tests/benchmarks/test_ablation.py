@@ -51,6 +51,7 @@ def loss(net, batch):
     return net(batch).square().mean()
 
 
+@pytest.mark.slow
 def test_a_means_that_is_left_out_is_not_used(lab):
     dense, cut = lab.variant(1.0), lab.variant(0.25)
     found = {

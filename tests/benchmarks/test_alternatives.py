@@ -25,6 +25,7 @@ def small(monkeypatch):
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ctdr_lightning.decomposition.report.LossyLayerWarning")
 def test_ways_on_a_transformer_differ_as_they_say(small):
     rows = small("GPT")
@@ -42,6 +43,7 @@ def test_ways_on_a_transformer_differ_as_they_say(small):
     assert rows[CUT].peak < 1
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ctdr_lightning.decomposition.report.LossyLayerWarning")
 def test_running_averages_advance_once_under_a_plan_and_twice_under_a_checkpoint(small):
     rows = small("U-Net")

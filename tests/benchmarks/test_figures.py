@@ -135,6 +135,7 @@ def test_policies_are_told_a_row_a_way_and_rivals_that_are_ahead(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_auto_answers_a_peak_that_nothing_fits_with_none():
     net, inputs, step_of = policies.NETS["T"]()
     step = partial(step_of, net, inputs)

@@ -31,6 +31,7 @@ def rows(monkeypatch):
     return of
 
 
+@pytest.mark.slow
 def test_steps_leave_the_plain_steps_bits(rows):
     found = rows("battery")[Battery]
     assert [row.way for row in found] == [
@@ -47,6 +48,7 @@ def test_other_bits_and_errors_are_no_equality(rows):
     assert not Battery("net", "tf32", "sqrt", 8, 0, 0.0, 0, 0.0, "RuntimeError: left its plan").equal
 
 
+@pytest.mark.slow
 def test_peaks_and_times_are_measured_beside_the_predicted_ones(rows):
     found = rows("peaks", "overhead")
     (dense,) = found[Dense]

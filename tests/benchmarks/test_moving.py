@@ -49,6 +49,7 @@ def test_the_tables_of_figures(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_a_row_is_measured(monkeypatch, tmp_path):
     net = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())])
     monkeypatch.setitem(moving.NETS, "small", lambda: (net, torch.randn(4096, 64), lambda net, x: net(x).sum()))

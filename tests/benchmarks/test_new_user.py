@@ -20,6 +20,7 @@ def short(monkeypatch):
     return job
 
 
+@pytest.mark.slow
 def test_a_fit_under_an_exact_plan_ends_as_the_dense_fit(short):
     dense = fitted(short, 2)
     row = measured("GPT", 2, 0.95, dense)

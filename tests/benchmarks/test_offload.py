@@ -35,6 +35,7 @@ def test_the_tables_of_figures(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_rows_of_a_disk_are_measured(monkeypatch, tmp_path):
     monkeypatch.setitem(offload.DISK_NETS, "small", (small, (0.9, 0.01)))
     first, *_, last = list(disk_rows("small", tmp_path, n_rounds=1))

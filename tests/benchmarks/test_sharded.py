@@ -57,6 +57,7 @@ def check_peak(model, batch, checkpointed):
 WIDER = replace(SMALL, width=256, hidden=1024, tokens=16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "checkpointed"),
     [
@@ -75,6 +76,7 @@ def step():
     return recorded(SMALL, BATCH, 8, device_model("h100"))
 
 
+@pytest.mark.slow
 def test_bytes_that_stay_are_16_for_each_weight_of_the_shard_and_buffers(step):
     net = Llama(SMALL)
     shards = sum(-(-p.shape[0] // 8) * p[0].numel() for p in net.parameters())
@@ -111,6 +113,7 @@ def test_the_network_is_hidden_behind_the_arithmetic_or_the_other_way_round(step
     assert step_s(trace, 8, wires, again_s=1.0) == pytest.approx(1 + seconds, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_foreseen_batch_is_the_recorded_one(checkpointed):
     search = Search(WIDE, "h100", 8)
@@ -153,5 +156,6 @@ def test_tables_say_where_nothing_fits_and_no_plan_was_found(tmp_path):
     assert BENCHMARK.table(text, "planning").splitlines()[2] == "| 8 | 64 | 2,690 | 2.0 | 0.9 | x1.050 |"
 
 
+@pytest.mark.slow
 def test_each_figure_has_a_place_of_its_own():
     assert len({row.place for row in (*ROWS, *DEPTHS, deep(replace(SMALL, layers=2), 8))}) == 4

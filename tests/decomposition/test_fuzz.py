@@ -66,6 +66,7 @@ def test_any_method_and_selection(method, select):
     check(lambda: decompose(model, rank=0.5, method=method, select=select), model)
 
 
+@pytest.mark.slow
 @QUICK
 @given(st.data())
 def test_any_plan(data):
@@ -87,6 +88,7 @@ def test_junk_for_a_plan(plan):
         check(lambda: decompose(model, choices=plan), model)
 
 
+@pytest.mark.slow
 @QUICK
 @given(st.data())
 def test_any_change_to_a_checkpoint(data):
@@ -114,6 +116,7 @@ def test_any_change_to_a_checkpoint(data):
     check(lambda: restore(model, state), model)
 
 
+@pytest.mark.slow
 @QUICK
 @given(st.binary(max_size=400), st.integers(0, 3000))
 def test_any_bytes_for_a_checkpoint(tmp_path_factory, junk, place):

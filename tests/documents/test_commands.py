@@ -143,12 +143,14 @@ def test_every_command_is_run_here_or_said_to_be_run_elsewhere():
     assert unused == [], "listed, but in no document any more"
 
 
+@pytest.mark.slow
 def test_the_installed_package_is_the_one_that_runs(run, installed):
     where = run(["python", "-c", "import ctdr_lightning; print(ctdr_lightning.__file__)"]).strip()
     assert Path(where).is_relative_to(installed)
     assert run(["ctdr", "--version"]).startswith("ctdr ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", runnable("ctdr "))
 def test_the_commands_of_a_block_run_one_after_the_other(run, tmp_path, block):
     for command in block:

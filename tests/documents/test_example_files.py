@@ -88,6 +88,7 @@ def mebibytes(text):
     return [float(figure) for figure in re.findall(r"([\d.]+)\s+MiB", text)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in NAMES])
 def test_an_example_prints_the_text_of_the_page(name, tmp_path):
     found, shown = printed(name, tmp_path), on_page(name)[3]

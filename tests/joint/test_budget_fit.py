@@ -20,6 +20,7 @@ def fit():
     return fit_to_budget(parts.network(), parts.step, parts.batches(), "2.6MiB", max_slowdown=50.0, progress=False)
 
 
+@pytest.mark.slow
 def test_its_report_has_a_row_a_layer_with_what_the_plan_does_inside(fit):
     assert [row.name for row in fit.report] == ["0", "3", "7", "11"]
     assert {row.name for row in fit.report.factorized} == set(fit.choices.factorized)

@@ -67,6 +67,7 @@ def test_no_more_batches_are_read_than_are_used(monkeypatch):
     assert len(list(read)) == 3
 
 
+@pytest.mark.slow
 def test_where_recomputation_is_enough_no_layer_is_touched(bounds):
     dense, least = bounds
     net = parts.network()
@@ -77,6 +78,7 @@ def test_where_recomputation_is_enough_no_layer_is_touched(bounds):
     assert fit.peak_bytes <= (dense + least) // 2
 
 
+@pytest.mark.slow
 def test_below_that_layers_are_factorized_and_the_true_peak_keeps_to_the_budget(bounds):
     budget = round(0.9 * bounds[1])
     net, data = parts.network(), parts.batches()
@@ -92,6 +94,7 @@ def test_below_that_layers_are_factorized_and_the_true_peak_keeps_to_the_budget(
         assert text in str(fit)
 
 
+@pytest.mark.slow
 def test_nothing_of_the_model_moves_but_its_layers(bounds):
     net, data = parts.network(), parts.batches()
     random = torch.get_rng_state()
@@ -105,6 +108,7 @@ def test_nothing_of_the_model_moves_but_its_layers(bounds):
     assert all(module.training for module in net.modules())
 
 
+@pytest.mark.slow
 def test_an_answer_is_saved_loaded_edited_and_given_back(bounds, tmp_path):
     net, data = parts.network(), parts.batches()
     fit = fit_to_budget(net, parts.step, data, round(0.9 * bounds[1]), **PATIENT)
@@ -143,6 +147,7 @@ def test_a_damaged_answer_does_not_load():
         BudgetFit.from_json(json.dumps(plain))
 
 
+@pytest.mark.slow
 def test_what_cannot_be_met_names_the_least_peak_and_the_loss_there():
     net = parts.network()
     with pytest.raises(InfeasibleBudgetError, match=r"least peak found is .* KL is") as found:
@@ -151,6 +156,7 @@ def test_what_cannot_be_met_names_the_least_peak_and_the_loss_there():
     assert n_factorized(net) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("slowdown", "select", "n_ways"), [(50.0, None, 1), (50.0, "11", 1), (1.0, "11", 2)])
 def test_each_budget_that_the_error_names_is_enough(slowdown, select, n_ways, monkeypatch):
     monkeypatch.setattr(search, "in_turns", lambda *_: Turns(0.1, 0.1, 1.0))
@@ -166,6 +172,7 @@ def test_each_budget_that_the_error_names_is_enough(slowdown, select, n_ways, mo
         assert fit.peak_bytes <= fit.budget_bytes
 
 
+@pytest.mark.slow
 def test_without_a_budget_the_time_of_the_step_as_it_is_is_named():
     with pytest.raises(InfeasibleBudgetError, match=r"HINT: Raise max_slowdown to [\d.]+\.$") as found:
         fit_to_budget(parts.network(), parts.step, parts.batches(), max_slowdown=0.01, select="11", progress=False)
@@ -173,6 +180,7 @@ def test_without_a_budget_the_time_of_the_step_as_it_is_is_named():
     fit_to_budget(parts.network(), parts.step, parts.batches(), max_slowdown=longer, select="11", progress=False)
 
 
+@pytest.mark.slow
 def test_where_a_plan_is_too_slow_the_memory_that_is_enough_is_named_too(bounds, monkeypatch):
     monkeypatch.setattr(search, "in_turns", lambda *_: Turns(0.1, 0.1, 1.0))
     monkeypatch.setattr(search, "MOST_OVERPRICED", 1.0)
@@ -183,6 +191,7 @@ def test_where_a_plan_is_too_slow_the_memory_that_is_enough_is_named_too(bounds,
     assert fit_to_budget(parts.network(), parts.step, parts.batches(), budget, **given).is_dense
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("share", "ends"), [(1e9, True), (0.0, False)])
 def test_a_cut_that_loses_nothing_ends_the_search(bounds, monkeypatch, share, ends):
     tried, trial = [], Bench.trial
@@ -196,6 +205,7 @@ def test_a_cut_that_loses_nothing_ends_the_search(bounds, monkeypatch, share, en
     assert ({row.resource for row in fit.considered} == {"dense", "seconds"}) is ends
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("error", "refused_by"), [(1e9, "clock"), (1e-9, "expected")])
 def test_the_clock_decides_on_the_dense_model_where_its_price_may_be_wrong(bounds, monkeypatch, error, refused_by):
     monkeypatch.setattr(search, "in_turns", lambda *_: Turns(0.1, 0.9, 9.0))
@@ -209,6 +219,7 @@ def test_the_clock_decides_on_the_dense_model_where_its_price_may_be_wrong(bound
     assert any(refused_by in row.outcome for row in seen if row.resource == "dense")
 
 
+@pytest.mark.slow
 def test_too_little_time_is_said_with_the_time_that_it_takes(bounds):
     dense, least = bounds
     net = parts.network()
@@ -225,6 +236,7 @@ def test_without_a_budget_the_peak_is_least_within_the_loss(bounds):
     assert fit.peak_bytes < bounds[1] < bounds[0]
 
 
+@pytest.mark.slow
 def test_only_selected_layers_change():
     net = parts.network()
     fit = fit_to_budget(net, parts.step, parts.batches(), max_loss=10.0, select="!0", **PATIENT)

@@ -29,6 +29,7 @@ def batches():
     return [torch.randint(WORDS, (4, 256)) for _ in range(2)]
 
 
+@pytest.mark.slow
 def test_the_dense_model_without_logits_is_the_answer():
     net, data = language_model(), batches()
     fit = fit_to_budget(net, step, data, 32 * MIB, prefer_dense=True, progress=False)
@@ -84,6 +85,7 @@ def test_logits_are_made_where_they_fit():
     assert fit.leaving_out == ()
 
 
+@pytest.mark.slow
 def test_logits_are_made_where_rounding_is_forbidden():
     with pytest.raises(InfeasibleBudgetError, match="No ranks and plan fit"):
         fit_to_budget(language_model(), step, batches(), 32 * MIB, rounding=False, progress=False)

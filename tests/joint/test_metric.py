@@ -179,6 +179,7 @@ def test_the_metric_of_the_answer_is_that_of_the_model_as_the_user_gets_it(fitte
     assert fit.metric.drop <= 0.2
 
 
+@pytest.mark.slow
 def test_the_account_names_the_metric_and_is_read_again(fitted):
     fit = fitted[2]
     chosen = next(row for row in fit.considered if row.is_chosen)
@@ -194,6 +195,7 @@ def size(net, _batch):
     return float(sum(p.numel() for p in net.parameters()))
 
 
+@pytest.mark.slow
 def test_where_nothing_may_be_lost_the_answer_is_dense_and_found_soon(monkeypatch):
     refined = []
     monkeypatch.setattr(trials.Bench, "refined", lambda _, trial: refined.append(trial) or trial)

@@ -24,6 +24,7 @@ def test_a_ladder_is_left_where_peaks_rise_twice_and_goes_on_from_there():
     assert list(while_falling(ladder)) == []
 
 
+@pytest.mark.slow
 def test_a_candidate_that_no_plan_brings_within_the_time_is_planned_once_the_time_gives_way(monkeypatch):
     refused = []
     monkeypatch.setattr(pricing, "lower_bound_seconds", lambda step, peak_bytes: refused.append(peak_bytes) or 1e9)
@@ -37,6 +38,7 @@ def test_a_candidate_that_no_plan_brings_within_the_time_is_planned_once_the_tim
     assert fit.plan.peak_bytes <= budget
 
 
+@pytest.mark.slow
 def test_the_error_names_a_remedy_where_no_candidate_was_planned_for_all_would_have_taken_too_long(monkeypatch):
     monkeypatch.setattr(pricing, "lower_bound_seconds", lambda step, peak_bytes: 1e9)
     monkeypatch.setattr(pricing, "PLANNING_S", 0.1)
@@ -47,6 +49,7 @@ def test_the_error_names_a_remedy_where_no_candidate_was_planned_for_all_would_h
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_loss", [10.0, 1e-9])
 def test_without_a_budget_few_candidates_are_tried(monkeypatch, max_loss):
     tried, trial = [], Bench.trial

@@ -44,6 +44,7 @@ def reason(fit):
     return found[0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("clock")
 def test_a_slow_exact_plan_is_better_than_a_cut_that_loses(bounds, monkeypatch):
     monkeypatch.setattr(for_budget, "USUAL_LOSS", 1e-9)
@@ -79,6 +80,7 @@ def test_where_nothing_fits_within_the_wish_the_time_gives_way_and_not_the_run(b
         chosen(budget, max_slowdown=1.0)
 
 
+@pytest.mark.slow
 def test_what_nothing_fits_is_refused_without_a_word_on_time(monkeypatch):
     thriftiest, n_asked = shortfall.Shortfall._thriftiest, count()
 
@@ -92,6 +94,7 @@ def test_what_nothing_fits_is_refused_without_a_word_on_time(monkeypatch):
     assert "max_slowdown" not in str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("clock")
 def test_no_candidate_is_refined_twice_however_often_the_walk_is_repeated(bounds, monkeypatch):
     monkeypatch.setattr(for_budget, "USUAL_LOSS", 1e-9)
@@ -123,6 +126,7 @@ def test_a_long_steps_exact_plan_is_timed_only_where_the_time_is_a_limit(bounds,
     assert (fit.measured_slowdown > 0) is bool(n_timed)
 
 
+@pytest.mark.slow
 def test_a_long_cuts_step_runs_once_for_its_peak_and_its_time(bounds, monkeypatch):
     monkeypatch.setattr(pricing, "_LONG_S", 0.0)
     monkeypatch.setattr(search, "in_turns", None)

@@ -212,6 +212,7 @@ def _worker(rank: int, name: str, store: str) -> None:
     os._exit(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "fsdp gathers")) for n in CHECKS])
 def test_a_plan_leaves_what_the_plain_step_leaves(name: str, tmp_path: Path) -> None:
     torch.multiprocessing.spawn(_worker, (name, str(tmp_path / "store")), nprocs=RANKS.get(name, 2))

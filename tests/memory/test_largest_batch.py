@@ -79,6 +79,7 @@ def test_it_is_what_trying_every_batch_finds(net):
             plan(recorded(net, 1 + round(found.size * (1 + SHARE))), budget, policy)
 
 
+@pytest.mark.slow
 def test_what_is_there_all_along_counts_and_nothing_is_touched(net):
     state = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     roomy = max_batch(net, inputs, loss, "600KB", "sqrt")
@@ -109,6 +110,7 @@ def test_on_a_gpu_it_is_the_batch_that_the_allocator_holds(monkeypatch):
     assert on_gpu.plain_size <= on_gpu.size < by_tensors.size
 
 
+@pytest.mark.slow
 def test_on_a_gpu_plans_are_made_with_room_for_the_allocators_pieces(monkeypatch):
     torch.manual_seed(0)
     layers = [
@@ -154,6 +156,7 @@ def test_a_limit_and_a_budget_for_nothing(net):
         max_batch(net, inputs, loss, 1000)
 
 
+@pytest.mark.slow
 def test_few_batches_are_recorded_and_the_answer_is_one_of_them(net):
     seen = []
 
@@ -198,6 +201,7 @@ def test_the_largest_batch_in_so_much_time():
     assert found[2].plan.seconds > 1.2 * found[2].plan.trace.seconds
 
 
+@pytest.mark.slow
 def test_a_sample_that_takes_too_long_is_refused_with_the_time_that_it_takes():
     torch.manual_seed(0)
     deep = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Conv1d(4, 4, 3, padding=1), nn.Tanh())))

@@ -38,6 +38,7 @@ def test_lengths_of_one_net_have_one_structure_and_other_nets_another():
     )
 
 
+@pytest.mark.slow
 def test_every_length_fits_near_a_plan_of_its_own_and_few_are_searched():
     traces = [traced(tokens) for tokens in LENGTHS]
     limit = limit_of(traces[0], 0.6)
@@ -53,6 +54,7 @@ def test_every_length_fits_near_a_plan_of_its_own_and_few_are_searched():
     assert sum(shapes.counts.values()) == len(LENGTHS)
 
 
+@pytest.mark.slow
 def test_plans_that_compress_are_judged_by_the_plain_step_and_carried_over_only_where_they_are_as_good():
     net = torch.nn.ModuleList(torch.nn.Linear(256, 256) for _ in range(4))
     shapes = ManyShapes(plan)
@@ -73,6 +75,7 @@ def test_plans_that_compress_are_judged_by_the_plain_step_and_carried_over_only_
     assert shapes.counts["transferred"] >= 1
 
 
+@pytest.mark.slow
 def test_what_fits_no_plan_is_said_by_the_planner():
     trace = traced(96)
     with pytest.raises(InfeasibleBudgetError, match="least peak"):
@@ -107,6 +110,7 @@ def test_on_a_gpu_a_plan_is_one_that_the_allocator_serves(tokens):
     assert shapes.counts["plain"] == 0
 
 
+@pytest.mark.slow
 def test_where_no_plan_is_served_few_are_searched_all_the_same():
     traces = [replace(traced(tokens), device="cuda") for tokens in LENGTHS]  # the allocator takes 2 MiB at once
     limit = limit_of(traces[0], 0.6)

@@ -133,6 +133,7 @@ def _check(code: list[tuple[str, int, int]], modular: bool) -> bool:
     return True
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(STORED, st.booleans())
 def test_random_programs(code, modular):

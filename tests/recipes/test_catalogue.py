@@ -20,6 +20,7 @@ def test_every_experiment_and_script_is_listed_with_a_sentence(capsys):
     assert all(len(said) > 20 and said.endswith((".", "``.")) for said in lines.values())
 
 
+@pytest.mark.slow
 def test_a_copy_holds_every_config_and_runs_by_itself(tmp_path):
     written = copy("digits", tmp_path / "mine")
     assert {p.relative_to(tmp_path / "mine" / "conf") for p in written[1:]} == {

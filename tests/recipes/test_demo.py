@@ -66,6 +66,7 @@ def test_the_figures_are_kept(short):
     assert demo.to_json(kept) == demo.to_json(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [None, demo.RANKS["decomposed"]])
 def test_a_step_of_the_demos_net_is_bit_identical_under_its_plan(rank):
     images, labels = torch.randn(32, 1, 16, 16), torch.arange(32) % 10

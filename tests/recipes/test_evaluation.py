@@ -51,6 +51,7 @@ def test_each_technique_has_a_row_of_each_kind(lenet):
     assert Evaluation.from_json(found.to_json()) == found
 
 
+@pytest.mark.slow
 def test_decomposed_rows_are_smaller_and_peaks_are_peaks(lenet):
     rows = {
         (row.source, row.technique): row for row in Evaluation.from_json((lenet / "evaluation.json").read_text()).rows
@@ -143,6 +144,7 @@ def test_accuracies_are_read_at_their_three_times():
     assert found.parameters_after < found.parameters_before
 
 
+@pytest.mark.slow
 def test_the_data_of_the_tasks_comes_with_packages(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("the network was asked")

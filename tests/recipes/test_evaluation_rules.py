@@ -93,6 +93,7 @@ def test_offloading_is_asked_of_all_policies_that_move_and_never_recompute():
     assert not with_link(graph_trace([Node((), 10)]), "a100").codecs, "a mover could round where it has codecs"
 
 
+@pytest.mark.slow
 def test_of_several_policies_the_fastest_plan_that_fits_is_taken():
     of = Variant(nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())]),
                  replace(FULL["LeNet"], batch=lambda size, device: torch.empty(size, 64, device=device),

@@ -70,6 +70,7 @@ def trained(tmp_path_factory):
     return folder, two(folder, "sharded", *SHARDED, *TRAINED)
 
 
+@pytest.mark.slow
 def test_a_sharded_run_is_ddps_to_the_bit(trained, tmp_path):
     folder, scores = trained
     assert two(tmp_path, "ddp", "trainer=ddp", *TWO, *TRAINED) == scores
@@ -77,6 +78,7 @@ def test_a_sharded_run_is_ddps_to_the_bit(trained, tmp_path):
     assert parts.same(weights(folder, "sharded"), weights(tmp_path, "ddp"))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_sharded_run_scores_alike_sharded_and_on_one_device(trained, tmp_path):
     folder, scores = trained
     evaluated = f"evaluate={folder / 'sharded' / 'checkpoints' / 'last.ckpt'}"
@@ -137,6 +139,7 @@ def test_a_decomposed_checkpoint_is_where_a_sharded_run_starts(tmp_path):
     assert not parts.same(cut, on)
 
 
+@pytest.mark.slow
 def test_layers_are_cut_before_they_are_sharded(tmp_path):
     assert two(tmp_path, "sharded", *SHARDED, *CUT) == two(tmp_path, "ddp", "trainer=ddp", *TWO, *CUT)
     assert parts.same(weights(tmp_path, "sharded"), weights(tmp_path, "ddp"))

@@ -19,6 +19,7 @@ def points(tmp_path, monkeypatch, capsys):
     return list(csv.DictReader((tmp_path / "out" / "pareto.csv").open()))
 
 
+@pytest.mark.slow
 def test_every_combination_is_there_and_those_that_cannot_fit_say_so(points, tmp_path):
     assert {(p["rank"], p["budget_share"], p["policy"]) for p in points} == {
         (rank, share, policy)
@@ -32,6 +33,7 @@ def test_every_combination_is_there_and_those_that_cannot_fit_say_so(points, tmp
     assert (tmp_path / "out" / "pareto.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_no_plan_is_below_its_bound_and_the_best_are_not_beaten(points):
     fitting = [p for p in points if p["fits"] == "True"]
     assert all(float(p["seconds"]) >= 0.999 * float(p["bound_seconds"]) for p in fitting)

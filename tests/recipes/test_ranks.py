@@ -73,6 +73,7 @@ def test_scores_are_of_all_the_data_and_the_same_on_both_ranks(tmp_path):
     assert first["test/loss"] == pytest.approx(alone["test/loss"], rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_run_that_one_ranks_signal_preempts_is_the_undisturbed_one(tmp_path):
     assert forks.run(run, tmp_path, "whole", *PREEMPTED, ranks=2) == [0, 0]
     assert forks.run(signalled, tmp_path, "cut", ranks=2) == [0, 0]

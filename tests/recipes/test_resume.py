@@ -62,6 +62,7 @@ def run(tmp_path, monkeypatch):
     signal.signal(signal.SIGUSR2, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ctdr", ["none", "default"])
 @pytest.mark.parametrize("step", [2, 5, 8])
 def test_a_preempted_run_is_the_undisturbed_one(run, ctdr, step):

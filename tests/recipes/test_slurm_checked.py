@@ -72,6 +72,7 @@ def test_partition_constraint_nodes_and_tasks_reach_sbatch(submitted):
     } <= words  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_does_not_agree_is_not_submitted(submitted):
     said, script = submitted("trainer.devices=2")
     assert "HINT: Set hydra.launcher.gpus_per_node alone" in said

@@ -43,6 +43,7 @@ def run(tmp_path):
     return call
 
 
+@pytest.mark.slow
 def test_trains_decomposes_tests_and_logs(run, tmp_path):
     scores = run("run", "trainer.max_epochs=2", "ctdr.rank=0.4", "ctdr.policy=sqrt")
     assert {"train/loss", "val/acc", "test/acc"} <= scores.keys()
@@ -53,6 +54,7 @@ def test_trains_decomposes_tests_and_logs(run, tmp_path):
     assert weights < 0.7 * (8 * 9 + 16 * 8 * 9 + 16 * 16 * 9 + 160)
 
 
+@pytest.mark.slow
 def test_a_run_leaves_a_page_its_record_and_its_plan(run, tmp_path):
     run("run", "trainer.max_epochs=2", "ctdr.rank=0.4", "ctdr.policy=sqrt")
     (parts,) = read_runs(tmp_path / "run")
@@ -75,6 +77,7 @@ def test_a_dense_run_is_where_the_next_one_starts(run, tmp_path):
     assert again["test/acc"] == dense["test/acc"]
 
 
+@pytest.mark.slow
 def test_a_decomposed_run_can_be_evaluated_again(run, tmp_path):
     ours = run("ours", "trainer.max_epochs=1", "ctdr.rank=0.4")
     checkpoint = tmp_path / "ours" / "checkpoints" / "last.ckpt"
@@ -82,6 +85,7 @@ def test_a_decomposed_run_can_be_evaluated_again(run, tmp_path):
     assert again["test/loss"] == ours["test/loss"]
 
 
+@pytest.mark.slow
 def test_last_starts_afresh_without_a_checkpoint_and_resumes_with_one(run, tmp_path):
     overrides = ["model.scheduler=null", "ckpt_path=last", "ctdr.rank=0.4"]
     straight = run("straight", "trainer.max_epochs=2", *overrides)
@@ -96,6 +100,7 @@ def test_last_starts_afresh_without_a_checkpoint_and_resumes_with_one(run, tmp_p
     assert over["val/acc"] == resumed["val/acc"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_config_is_refused_with_the_difference(run):
     run("used", "trainer.max_epochs=1", "ckpt_path=last", "ctdr.rank=0.5")
     with pytest.raises(ConfigError, match=r"ctdr\.rank was 0\.5, now 0\.25") as caught:
@@ -109,6 +114,7 @@ def test_an_experiment_runs_dense(run):
     assert not any(name.startswith("ctdr/") for name in scores)
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_can_be_named_on_the_command_line(run, tmp_path):
     run("ours", "trainer.max_epochs=1", "ctdr.rank=0.4")
     (best,) = (tmp_path / "ours" / "checkpoints").glob("best*.ckpt")
@@ -116,6 +122,7 @@ def test_the_best_checkpoint_can_be_named_on_the_command_line(run, tmp_path):
     assert "test/acc" in again
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_evaluated_by_one_override(run, tmp_path):
     ours = run("ours", "trainer.max_epochs=2", "ctdr.rank=0.4")
     checkpoint = tmp_path / "ours" / "checkpoints" / "last.ckpt"
@@ -124,6 +131,7 @@ def test_a_checkpoint_is_evaluated_by_one_override(run, tmp_path):
     assert not (tmp_path / "again" / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_tested_by_one_override(run, tmp_path):
     scores = run("best", "trainer.max_epochs=3", "ctdr=none", "test=best", "model.optimizer.lr=0.02")
     (best,) = (tmp_path / "best" / "checkpoints").glob("best*.ckpt")
@@ -202,6 +210,7 @@ def test_a_sweep_with_failed_points_names_each_compares_the_others_and_resumes(t
     assert parts.same(*weights)
 
 
+@pytest.mark.slow
 def test_an_error_of_ours_leaves_the_command_without_a_traceback(tmp_path):
     command = [sys.executable, "-m", "ctdr_recipes.train", "data=image_folder", f"hydra.run.dir={tmp_path}"]
     done = subprocess.run(command, cwd=CONF.parent, capture_output=True, text=True)

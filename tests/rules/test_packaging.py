@@ -65,6 +65,7 @@ def test_files_are_short():
     assert {name: length for name, length in lengths.items() if length > MOST_LINES_IN_A_FILE} == {}
 
 
+@pytest.mark.slow
 def test_functions_are_short():
     def length(node):
         docstring = ast.get_docstring(node, clean=False) or ""
@@ -144,6 +145,7 @@ def loaded_after_importing(modules):
     return {name.partition(".")[0] for name in done.stdout.split()}
 
 
+@pytest.mark.slow
 def test_the_core_loads_neither_lightning_nor_hydra():
     loaded = loaded_after_importing(["ctdr_lightning", *map(module_name, CORE)])
     assert "torch" in loaded

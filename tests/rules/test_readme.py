@@ -26,6 +26,7 @@ def _run(block, **names):
     return names
 
 
+@pytest.mark.slow
 def test_the_trainer_example_is_short_exact_and_learns():
     assert len([line for line in TRAINER.splitlines() if line.strip()]) <= 8
     model = Classifier(cnn([32, 32, 32], [1, 2, 1]), 10, partial(torch.optim.AdamW, lr=0.01))

@@ -79,6 +79,7 @@ def test_the_floor_in_pyproject_is_the_floor_that_is_checked():
     assert str(torch.specifier) == f">={torch_private.OLDEST_TORCH}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("removed", "version", "sentence"),
     [
@@ -103,6 +104,7 @@ def test_a_torch_without_a_name_fails_at_import_with_one_sentence(removed, versi
     assert last.startswith(f"ImportError: {sentence}"), last
 
 
+@pytest.mark.slow
 def test_a_torch_without_a_name_of_the_compiler_fails_where_it_is_asked_for():
     code = (
         "import torch._functorch.partitioners as p; del p._is_tangent\n"

@@ -89,6 +89,7 @@ def check(optimizer, way, shares):
     return chosen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "way"),
     [("adam, for each", "as it is"), ("sgd", "gradients kept"), ("adam, one by one", "accumulated")],

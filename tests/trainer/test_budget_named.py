@@ -142,6 +142,7 @@ def test_the_callback_with_accumulated_batches():
     assert all(made.peak_bytes <= parse_bytes(asked) for made in callback.run.memory.session.plans)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [pytest.param(0.3, marks=pytest.mark.slow), None])
 def test_the_callback_in_the_middle_of_an_epoch(rank):
     """The optimizer's state is made by its first step, and batches grow: neither finds the named budget too small."""
@@ -174,6 +175,7 @@ def test_the_callback_in_the_middle_of_an_epoch(rank):
     assert asked == sorted(set(asked))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adam", pytest.param("sgd", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("policy", ["auto", "sqrt"])
 def test_the_command(capsys, optimizer, policy):
@@ -202,6 +204,7 @@ def test_the_largest_batch():
     assert search(named(caught.value)).size >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [1024, pytest.param("150KiB", marks=pytest.mark.slow)])
 def test_rank_auto(budget):
     def run(asked):

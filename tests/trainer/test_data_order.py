@@ -40,6 +40,7 @@ def ours():
     return CTDRCallback(rank=None, policy="sqrt", verbose=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [2, 3])
 def test_a_resumed_run_draws_the_order_of_the_undisturbed_one(tmp_path, every):
     saver = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)

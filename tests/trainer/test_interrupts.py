@@ -94,6 +94,7 @@ def check_interrupts(folder, case, n_points):
         assert parts.same(again.state_dict(), weights), at
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_cut_is_whole_or_absent_wherever_it_is_interrupted(tmp_path, case):
     check_interrupts(tmp_path, case, N_POINTS)

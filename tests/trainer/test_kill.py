@@ -203,6 +203,7 @@ OFTEN = (
 SELDOM = [point for point in STAGED_POINTS if point not in OFTEN]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", [*OFTEN, *in_turn(SELDOM, pytest.mark.slow, pytest.mark.exhaustive)])
 def test_killed_in_a_staged_run(tmp_path, tmp_path_factory, point):
     whole = uninterrupted(tmp_path_factory, "staged", STAGED)
@@ -217,6 +218,7 @@ def test_killed_when_nothing_is_left_to_train(tmp_path, tmp_path_factory):
     assert agree(whole, again)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arrange", "killers"),
     [
@@ -232,6 +234,7 @@ def test_killed_around_a_rollback(tmp_path, tmp_path_factory, arrange, killers):
     assert parts.same(whole, killed_and_resumed(tmp_path, ROLLED_BACK, arrange, killers))
 
 
+@pytest.mark.slow
 def test_killed_with_checkpoints_written_in_validation(tmp_path, tmp_path_factory):
     saving = {"save_on_train_epoch_end": False}
     whole = uninterrupted(tmp_path_factory, "staged", STAGED, saving=saving)

@@ -105,6 +105,7 @@ class Silent(parts.Blobs):
         self.losses.append(outputs["loss"].detach().clone())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "inside"])
 def test_compiled_modules_run_decomposed(when):
     def run(wrap):
@@ -122,6 +123,7 @@ def test_compiled_modules_run_decomposed(when):
     assert torch.allclose(compiled, run(lambda module: module), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [pytest.param(1.0, marks=pytest.mark.slow), 0.85])
 def test_a_compiled_step_keeps_to_the_budget(monkeypatch, share):
     # inductor takes ten seconds a graph on a processor
@@ -388,6 +390,7 @@ def shard(folder, name, *callbacks):
         assert not [event for event in session.events if isinstance(event, Differed)], session.events
 
 
+@pytest.mark.slow
 def test_fsdp2_through_model_parallel_strategy(tmp_path):
     planned = CTDRCallback(rank=None, policy="sqrt", verbose=False)
     assert forks.run(shard, tmp_path, "plain", ranks=2) == [0, 0]
@@ -405,6 +408,7 @@ def test_a_budget_alone_leaves_sharded_layers_as_they_are(tmp_path):
         assert parts.same(torch.load(tmp_path / f"plain{rank}.pt"), torch.load(tmp_path / f"planned{rank}.pt"))
 
 
+@pytest.mark.slow
 def test_a_compiled_step_is_told_what_cannot_be_done():
     compiled = torch.compile(Silent(), backend="eager")
     with pytest.warns(UserWarning, match="without memory_budget"):

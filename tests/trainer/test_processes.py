@@ -17,6 +17,7 @@ def on_two(module, *callbacks):
     return parts.fit(module, *callbacks, strategy=strategy, devices=2, max_epochs=1)
 
 
+@pytest.mark.slow
 def test_a_plan_under_forked_processes_changes_no_bit():
     plain, planned = parts.blobs(), parts.blobs()
     on_two(plain)

@@ -78,6 +78,7 @@ def refused(made, budget, **options):
     return caught.value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "budget", "options", "argument"),
     [
@@ -117,6 +118,7 @@ def test_a_rank_is_named_that_is_low_enough():
 DEFAULT = "; or leave rank=None out, and layers are decomposed where nothing exact fits."
 
 
+@pytest.mark.slow
 def test_the_default_rank_is_named_and_fits():
     error = refused(heavy(), "7MiB", data="train")
     assert error.hint.endswith(DEFAULT)
@@ -158,6 +160,7 @@ def linear():
     return nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())]), (64,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "share"), [(convolutions, 0.3), (convolutions, 0.8), (linear, 0.75)])
 def test_a_batch_is_named_that_is_small_enough(make, share):
     def step(size):
@@ -179,6 +182,7 @@ def least_of(trace):
     return caught.value.least_peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("named", "option"),
     [("tests.trainer.test_remedies:drops", "--codecs"), ("tests.trainer.test_remedies:draws", "--offload")],

@@ -132,6 +132,7 @@ OFTEN = {("map", kind) for kind in RECOVERY} | {(name, "rank") for name in LOADE
 REST = [case for case in product(LOADERS, (*RECOVERY, "auto")) if case not in OFTEN]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*sorted(OFTEN), *in_turn(REST, pytest.mark.exhaustive)], ids="-".join)
 def test_a_resumed_epoch_goes_on_with_the_batches_of_the_undisturbed_one(tmp_path, case):
     loader, kind = case
@@ -172,6 +173,7 @@ def of_ranks_without_a_state():
 TWO_RANKS = {"strategy": "ddp", "devices": 2, "limit_train_batches": 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rank", *in_turn(("recovery", "staged", "auto"), pytest.mark.slow)])
 def test_each_of_two_ranks_goes_on_with_its_own_batches(tmp_path, kind):
     def train(folder):
@@ -191,6 +193,7 @@ def first_epoch(folder):
     return [n for rank in (0, 1) for step in torch.load(folder / f"{rank}.pt") for part in step for n in part]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loader", "step", "expected"),
     [

@@ -49,6 +49,7 @@ def refused(budget):
     return caught.value.least_peak_bytes
 
 
+@pytest.mark.slow
 def test_a_budget_that_a_fresh_run_keeps_is_enough_when_it_is_resumed(tmp_path):
     def train(folder):
         least = refused("100KiB")

@@ -169,10 +169,12 @@ def check_smallest():
         assert not check_same(Wordy, least, 1.0).run.memory.units.key
 
 
+@pytest.mark.slow
 def test_no_weights_stay_under_a_budget_that_none_fit():
     assert forks.run(check_smallest, ranks=2, timeout_s=200) == [0, 0]
 
 
+@pytest.mark.slow
 def test_more_weights_stay_under_larger_budgets_and_results_are_the_same():
     assert forks.run(check_budgets, ranks=2, timeout_s=300) == [0, 0]
 
@@ -182,6 +184,7 @@ def check_slow(kind):
         check_peaks(kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param(Gpt, marks=pytest.mark.exhaustive), Mlp])
 def test_predicted_peaks_are_the_measured_ones_where_weights_stay(kind):
     assert forks.run(check_slow, kind, ranks=2, timeout_s=200) == [0, 0]
@@ -257,5 +260,6 @@ def check_odd():
     assert list(settle_units(module)) == ["2"]
 
 
+@pytest.mark.slow
 def test_units_of_which_nothing_is_proved_keep_their_setting():
     assert forks.run(check_odd, ranks=2, timeout_s=200) == [0, 0]

@@ -118,6 +118,7 @@ def check_as_plain(names, options):
         assert state_away_of(trainer.optimizers[0]) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [pytest.param(None, marks=pytest.mark.slow), "64MiB"])
 @pytest.mark.parametrize("options", [DISK, INSIDE], ids=str)
 def test_losses_shards_and_state_are_those_of_plain_sharded_training_to_the_bit(options, budget):
@@ -164,6 +165,7 @@ def check_budget(options, share):
     assert parts.same(plain.losses, found.losses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "share"), [(DISK, 0.755), pytest.param(INSIDE, 0.97, marks=pytest.mark.slow)])
 def test_a_budget_that_plain_sharded_training_breaks_is_kept_as_predicted(options, share):
     assert forks.run(check_budget, options, share, ranks=2) == [0, 0]
@@ -186,6 +188,7 @@ def check_resumed(folder, one_file):
         assert parts.same(result(whole, usual)[1:], result(again, trainer)[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one_file", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_each_kind_of_run_resumes_each_others_checkpoints_to_the_bit(tmp_path, one_file):
     assert forks.run(check_resumed, tmp_path, one_file, ranks=2) == [0, 0]
@@ -204,6 +207,7 @@ def go_on(path, ranks):
     assert parts.same(result(plain, usual), result(found, trainer))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one_file", [False, True])
 @pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_another_number_of_processes_goes_on(tmp_path, one_file, ranks):
@@ -238,6 +242,7 @@ def check_manual():
     assert parts.same(result(plain, usual), result(found, trainer))
 
 
+@pytest.mark.slow
 def test_closures_and_several_steps_a_batch_are_as_before():
     assert forks.run(check_manual, ranks=2) == [0, 0]
 
@@ -279,6 +284,7 @@ def check_eight_bits():
     assert away.moved_bytes > 3 * sum(t.nbytes for t in away.tensors) > 0
 
 
+@pytest.mark.slow
 def test_in_8_bits_each_process_trains_as_on_its_own_shards_alone():
     assert forks.run(check_eight_bits, ranks=2) == [0, 0]
 
@@ -305,6 +311,7 @@ def check_columns(options, groups):
     assert parts.same(result(plain, usual), result(found, trainer))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("options", [DISK, INSIDE], ids=str)
 def test_tensor_parallel_training_is_as_before_to_the_bit(options, groups):
@@ -326,6 +333,7 @@ def check_read_on():
             run(ReadsOn(make), ctdr(**INSIDE), ranks=1, columns=2)
 
 
+@pytest.mark.slow
 def test_a_shard_that_the_backward_reads_after_its_update_is_noticed():
     assert forks.run(check_read_on, ranks=2) == [0, 0]
 
@@ -371,6 +379,7 @@ def check_refused():
         run(kind(), ctdr(**DISK))
 
 
+@pytest.mark.slow
 def test_updates_that_the_backward_or_an_exchange_would_miss_are_refused():
     assert forks.run(check_refused, ranks=2) == [0, 0]
 

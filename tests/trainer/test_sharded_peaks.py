@@ -148,6 +148,7 @@ def check_peaks(kind):
         assert parts.same(gradients, same)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Gpt, Mlp])
 def test_predicted_peaks_are_the_true_ones_and_budgets_are_kept(kind):
     assert forks.run(check_peaks, kind, ranks=2) == [0, 0]

@@ -130,6 +130,7 @@ def under_a_plan():
 CHECKS = {check.__name__: check for check in (by_weights, by_data, under_a_plan)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKS)
 def test_cut_layers_are_sharded_and_train_as_if_cut_by_hand(name):
     assert forks.run(CHECKS[name], ranks=2) == [0, 0]
@@ -151,6 +152,7 @@ def check_resumed(folder, distributed):
     assert parts.same(through.losses[n_steps:], followed.losses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_sharded_run_is_resumed_to_the_bit(tmp_path, distributed):
     assert forks.run(check_resumed, tmp_path, distributed, ranks=2) == [0, 0]
@@ -165,6 +167,7 @@ def save(folder, distributed):
         torch.save(weights, folder / "weights.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_sharded_runs_checkpoint_is_restored_and_merged_in_one_process(tmp_path, distributed):
     assert forks.run(save, tmp_path, distributed, ranks=2) == [0, 0]
@@ -198,6 +201,7 @@ def follow_alone(folder):
     assert factorized_names(module) == set(callback.run.surgeon.choices.factorized)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_another_number_of_processes_goes_on(tmp_path, distributed):
     assert forks.run(save, tmp_path, distributed, ranks=2) == [0, 0]
@@ -213,6 +217,7 @@ def other_layers(folder):
     assert any("from_checkpoint" in str(warning.message) for warning in said) == (parts.rank() == 0)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_other_layers_is_refused_with_the_way_out(tmp_path):
     assert forks.run(other_layers, tmp_path, ranks=2) == [0, 0]
 
@@ -229,6 +234,7 @@ def from_meta():
         run(unchosen, ours(rank=0.5))
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_there_are_cut_by_given_choices():
     assert forks.run(from_meta, ranks=2) == [0, 0]
 

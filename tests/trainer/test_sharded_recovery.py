@@ -105,6 +105,7 @@ CHECKS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKS)
 def test_shards_recover(name):
     assert forks.run(CHECKS[name], ranks=2) == [0, 0]

@@ -88,6 +88,7 @@ def check_even(ranks):
     assert parts.same(plain.state_dict(), module.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_even_batches_have_one_plan_of_one_search(ranks):
     assert forks.run(check_even, ranks, ranks=ranks, timeout_s=300) == [0] * ranks
@@ -121,6 +122,7 @@ def check_uneven(ranks):
     assert any(on_all_ranks(any(not made.keeps_all for made in plans)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_uneven_batches_wait_for_no_kind_that_others_do_not_meet(ranks):
     assert forks.run(check_uneven, ranks, ranks=ranks, timeout_s=300) == [0] * ranks
@@ -147,6 +149,7 @@ def check_sharded():
     assert parts.same(plain.losses, module.losses)
 
 
+@pytest.mark.slow
 def test_shards_of_one_size_have_one_plan():
     assert forks.run(check_sharded, ranks=2, timeout_s=200) == [0, 0]
 
@@ -160,6 +163,7 @@ def check_infeasible():
     assert "HINT" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_budget_that_cannot_be_met_is_the_error_of_every_process():
     assert forks.run(check_infeasible, ranks=2, timeout_s=200) == [0, 0]
 

@@ -71,6 +71,7 @@ def check_budgets(share):
     assert parts.same(shards(plain), shards(module))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.7, 0.55])
 def test_budgets_are_kept_to_the_bit(share):
     assert forks.run(check_budgets, share, ranks=2) == [0, 0]

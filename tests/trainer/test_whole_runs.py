@@ -55,6 +55,7 @@ class Saver(Callback):
             trainer.save_checkpoint(self.path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ways())
 def test_the_least_budget_that_errors_name_is_kept_fresh_and_resumed(name, tmp_path):
     plain = train(name, tmp_path / "plain")[0]

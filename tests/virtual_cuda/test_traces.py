@@ -12,6 +12,7 @@ def there(on_virtual_gpu):
     return json.loads(on_virtual_gpu("steps", *steps.STEPS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", steps.STEPS)
 def test_the_rules_give_the_trace_of_torchs_own_dispatch(there, name):
     for precision, here in steps.traces(name).items():

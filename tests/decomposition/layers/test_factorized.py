@@ -82,6 +82,7 @@ def test_export(method, x):
     torch.testing.assert_close(program.module()(x), net(x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 # The exporter wants the onnx packages; where they are not installed there is nothing to test.
 @pytest.mark.parametrize("method", ["auto", "tt"] if find_spec("onnxscript") and find_spec("onnx") else [])
 def test_onnx(method, x):

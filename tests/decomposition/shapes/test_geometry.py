@@ -1,5 +1,6 @@
 """Properties over the hyperparameters of convolutions."""
 
+import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -64,6 +65,7 @@ def test_canonical_form_is_undone(pair):
     assert geometry.n_weights == layer.weight.numel()
 
 
+@pytest.mark.slow
 @QUICK
 @given(convolutions(), st.sampled_from(_METHODS))
 def test_output_sizes_operations_and_elements_are_torchs(pair, method):

@@ -60,6 +60,7 @@ def test_the_outputs_come_nearer_on_batches_that_nobody_saw(kind):
     assert distance(model, dense, batches) < before
 
 
+@pytest.mark.slow
 def test_twice_the_same_and_nothing_else_is_moved():
     found = []
     for _ in range(2):

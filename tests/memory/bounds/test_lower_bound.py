@@ -97,6 +97,7 @@ def real_trace():
     return record(lambda: net(images).sum())
 
 
+@pytest.mark.slow
 def test_no_random_plan_of_a_real_net_beats_bound_or_floor(real_trace):
     draw = random.Random(0)
     for _ in range(60):

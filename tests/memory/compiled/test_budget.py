@@ -28,6 +28,7 @@ def plain():
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [1.0, 0.8, 0.65, 0.5])
 @pytest.mark.parametrize("name", NETS)
 def test_a_step_keeps_to_its_budget_to_the_bit(plain, name, share):

@@ -69,6 +69,7 @@ def plain_peak(way):
     return step(Session(lambda trace: plan(trace, policy="keep"), root=net), net, torch.randn(128, 32), way)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [warm_up, thrown_away])
 def test_a_first_step_lighter_than_the_others_leaves_no_plan_that_breaks_the_budget(first):
     assert plain_peak(first) < BUDGET_BYTES < plain_peak(whole)
@@ -80,6 +81,7 @@ def test_a_first_step_lighter_than_the_others_leaves_no_plan_that_breaks_the_bud
     assert not session.plan.keeps_all
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "said"),
     [(warm_up, "forward 1 of a module runs with gradients"), (thrown_away, "forward 4 of a module runs")],
@@ -130,6 +132,7 @@ def test_a_step_within_a_mode_of_its_own_is_left_alone():
     assert_nothing_is_installed()
 
 
+@pytest.mark.slow
 def test_steps_that_take_turns_keep_the_budget_once_noticed():
     net, batch = make_net(), torch.randn(128, 32)
     session = make_session(net)
@@ -162,6 +165,7 @@ def test_a_light_net_is_left_alone_after_it_was_watched():
     assert len(session.events) == 1
 
 
+@pytest.mark.slow
 def test_kinds_are_bounded_in_number_and_in_ops(monkeypatch):
     net = make_net()
     keeper = Session(lambda trace: plan(trace, policy="keep"), root=net)

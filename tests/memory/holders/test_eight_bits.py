@@ -194,6 +194,7 @@ def test_what_a_step_takes_is_predicted(library):
         assert 0.5 * told.temporary <= meter.live.peak - away._holder.held_bytes <= told.temporary
 
 
+@pytest.mark.slow
 def test_a_net_trains_under_a_budget_that_its_state_would_break(library, tmp_path):
     budget = "72MiB"  # 24 MiB of weights, of gradients, and twice that of state
     callback = CTDRCallback(

@@ -226,6 +226,7 @@ def test_a_disk_that_fails_is_an_error_of_ours(tmp_path, monkeypatch, call):
     disk.close()
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_no_file_behind(tmp_path):
     program = (
         "import os, signal, sys, torch\n"

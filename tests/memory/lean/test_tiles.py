@@ -112,6 +112,7 @@ def test_tokens_that_may_mix_are_not_cut():
     assert found_for(net, torch.randn(1, WIDTH, 512), 0.4)[0] is None
 
 
+@pytest.mark.slow
 def test_few_recordings_are_made():
     net, x = blocks(3), torch.randn(512, WIDTH)
     plain = BatchAccount(record_fake(net, x, step))

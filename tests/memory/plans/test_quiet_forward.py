@@ -36,6 +36,7 @@ def budget_of(step, share):
     return int(step.resident_bytes + share * (simulate(step).peak_bytes - step.resident_bytes))
 
 
+@pytest.mark.slow
 def test_short_kernels_leave_the_end_of_the_forward_to_itself(monkeypatch):
     step = trace(4096)
     budget = budget_of(step, 0.75)
@@ -84,6 +85,7 @@ def test_a_forward_that_keeps_the_device_busy_has_no_beginnings():
     assert list(quiet_forward.beginnings(step)) == [step]
 
 
+@pytest.mark.slow
 def test_long_kernels_wait_for_nobody():
     step = trace(2**21)
     assert plan(step, budget_of(step, 0.75)).host_wait_seconds == 0
@@ -93,6 +95,7 @@ def without_regions(step):
     return replace(step, ops=tuple(replace(op, region=-1) for op in step.ops))
 
 
+@pytest.mark.slow
 def test_other_shapes_take_a_plan_that_spares_the_host_over():
     steps = [trace(rows) for rows in (65536, 65000, 64000)]
     budget = budget_of(steps[0], 0.8)

@@ -23,6 +23,7 @@ def at(trace, share):
     return int(trace.resident_bytes + share * (simulate(trace).peak_bytes - trace.resident_bytes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["residual", *in_turn([n for n in TRACES if n != "residual"], pytest.mark.slow, pytest.mark.exhaustive)]
 )
@@ -44,6 +45,7 @@ def test_it_is_no_worse_than_any_other(name):
                 assert mine.peak_bytes <= other.peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["T", *in_turn([n for n in TRACES if n != "T"], pytest.mark.exhaustive, pytest.mark.slow)]
 )
@@ -69,6 +71,7 @@ def test_a_plan_that_gives_up_one_whole_value_for_a_byte_is_proven_the_best():
     assert made.gap == pytest.approx(0, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["residual", "u-net", "R", "T"])
 def test_it_is_near_the_optimum(name):
     """Within 3 % of Checkmate's plan wherever that is found; on nets within 1 % of the bound, where there is slack."""
@@ -86,6 +89,7 @@ def test_it_is_near_the_optimum(name):
             assert found.seconds <= 1.01 * lower_bound_seconds(trace, budget.peak_bytes)
 
 
+@pytest.mark.slow
 def test_with_seconds_the_peak_is_made_small():
     trace = benched("T")[2]
     peaks = []
@@ -103,6 +107,7 @@ def test_without_a_budget_everything_is_kept():
     assert POLICIES["auto"](benched("T")[2], Budget()).actions == {}
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_gives_the_least_peak():
     trace = benched("no chain")[2]
     closest = simulate(trace, POLICIES["auto"](trace, Budget(peak_bytes=trace.resident_bytes + 1)).actions)
@@ -111,6 +116,7 @@ def test_what_does_not_fit_gives_the_least_peak():
     assert found.value.least_peak_bytes == closest.peak_bytes
 
 
+@pytest.mark.slow
 def test_an_answer_does_not_depend_on_what_was_asked_before():
     trace = Trace.from_json(TRACES["R"]().to_json())
     tight, usual = (Budget(peak_bytes=at(trace, share)) for share in (0.2, 0.8))

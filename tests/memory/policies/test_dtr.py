@@ -74,6 +74,7 @@ def test_of_many_candidates_a_sample_is_compared_which_is_the_same_each_time():
     assert len(compared) == 2 * MOST_CANDIDATES * sum(first.values())
 
 
+@pytest.mark.slow
 def test_a_policy_that_thrashes_is_given_up():
     step = Prepared(graph_trace(chain([8] * 200)))
     rule = Projection(step, 16)

@@ -64,6 +64,7 @@ def test_an_unknown_option_is_named():
     assert POLICIES["dtr"].with_options() is POLICIES["dtr"]
 
 
+@pytest.mark.slow
 def test_a_prepared_step_is_prepared_once_and_gives_the_same_plans():
     step = Prepared(TRACE)
     index, live = step.index, step.plain_bytes_at

@@ -134,6 +134,7 @@ def test_no_schedule_is_faster(links, rates):
         assert program.seconds[memory] == pytest.approx(fastest(links, rates, memory))
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.lists(links_, min_size=1, max_size=8), rates_)
 def test_a_link_never_makes_it_slower_than_rotor_and_every_stage_runs_backward_once(links, rates):

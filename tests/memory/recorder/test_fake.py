@@ -16,6 +16,7 @@ def made_by(trace, values):
     return [trace.values[v].op for v in sorted(values)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 def test_a_fake_trace_is_the_real_one_without_the_work(name):
     net, _ = build(name)
@@ -32,6 +33,7 @@ def test_a_fake_trace_is_the_real_one_without_the_work(name):
         assert simulate(fake, plan(fake, policy=policy)).peak_bytes == pytest.approx(want, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 def test_a_module_on_the_meta_device_gives_the_same_trace(name):
     inputs, step = STEPS[name]

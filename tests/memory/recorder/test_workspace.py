@@ -244,6 +244,7 @@ def test_a_profiler_that_cannot_run_does_not_stop_the_step(monkeypatch):
     assert trace.meta["workspaces"] == "not measured: Resource temporarily unavailable"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "words"), [(2048, 8000), (16384, 8000), (8192, 32000)])
 def test_a_chunked_loss_has_chunks_of_logits(rows, words):
     class Head(nn.Module):

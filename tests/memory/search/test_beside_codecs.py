@@ -35,6 +35,7 @@ def recorded():
     return dropouts().record()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_values_are_recomputed_only_for_what_codecs_leave_above_the_budget(recorded, seed):
     drawn = random.Random(seed)

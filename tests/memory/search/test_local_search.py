@@ -164,6 +164,7 @@ def test_nothing_is_narrowed_where_the_first_relaxation_fits_or_nothing_can():
     assert list(narrowed_plans(step, 1)) == []
 
 
+@pytest.mark.slow
 def test_the_smallest_within_a_time_takes_no_longer():
     trace = graph_trace(residual(8))
     peaks = []

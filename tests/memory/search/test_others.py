@@ -94,6 +94,7 @@ def test_codecs_are_looked_at_where_one_takes_less_time_a_byte_than_what_is_reco
         assert not codecs_may_pay(Prepared(trace), {}, free_codecs(trace)), "nothing is recomputed"
 
 
+@pytest.mark.slow
 def test_codecs_that_nobody_asked_for_make_steps_faster_and_no_budget_fit(bare):
     asked = with_codec(bare, 1e-4)
     default = asked.with_machine(codecs=[replace(cost, only_faster=True) for cost in asked.codecs])

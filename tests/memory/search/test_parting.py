@@ -23,6 +23,7 @@ def limit_of(step, share):
     return resident_bytes + int(share * (step.plain_peak_bytes - resident_bytes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.5, 0.4, 0.3])
 def test_an_lstm_nearly_fits_once_its_replays_are_parted(recurrent, share):
     limit = limit_of(recurrent, share)

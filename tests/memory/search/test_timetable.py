@@ -80,6 +80,7 @@ def test_a_move_is_taken_back_for_what_it_waits():
 TIMES, LARGER = (0.3, 1.0, 3.0), ("T", "DenseNet-like")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("net", "times"),
     [
@@ -115,6 +116,7 @@ def test_where_nothing_else_fits_the_step_waits_for_its_transfers():
     assert {type(action) for action in made.actions.values()} <= {Keep, Recompute, Offload}
 
 
+@pytest.mark.slow
 def test_with_seconds_moving_makes_the_peak_smaller():
     trace = linked("residual", 0.3)
     trace = trace.with_costs([1e-3] * len(trace.ops), {})  # to recompute anything takes longer than that

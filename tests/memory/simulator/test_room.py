@@ -86,6 +86,7 @@ def test_plans_that_wait_are_exact_on_the_tape(policy, share, tmp_path):
     holders.close()
 
 
+@pytest.mark.slow
 def test_auto_waits_where_recomputation_is_dearer():
     trace = benched("residual")[2]
     trace = trace.with_costs([3e-4 if "convolution" in op.name else 3e-5 for op in trace.ops], {})
@@ -97,6 +98,7 @@ def test_auto_waits_where_recomputation_is_dearer():
     assert made.seconds < 0.7 * alone.seconds
 
 
+@pytest.mark.slow
 def test_below_what_moving_reaches_there_is_an_error():
     step = Prepared(chain())
     with pytest.raises(InfeasibleBudgetError, match="least peak"):

@@ -46,6 +46,7 @@ def run(step, evictor):
     return meter.live.peak, len(calls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cost", ["eq", "full"])
 def test_a_deep_chain_in_the_root_of_its_memory_at_a_linear_price(cost):
     """DTR's theorem 3.1: N layers with a budget of about sqrt(N) need O(N) extra ops; here 2 sqrt(N), at most 2 N."""

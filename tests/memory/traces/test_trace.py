@@ -65,6 +65,7 @@ def test_json_round_trip(trace, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["trace.json"]
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(st.data())
 def test_a_damaged_trace_is_refused_or_can_be_simulated(data):
@@ -78,6 +79,7 @@ def test_a_damaged_trace_is_refused_or_can_be_simulated(data):
     plan(trace, policy="sqrt").explain()
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(st.data())
 def test_a_damaged_plan_is_refused_or_can_be_explained(data):

@@ -79,6 +79,7 @@ def test_a_step_on_fake_tensors_has_the_bytes_of_a_real_one(terms):
     assert simulate(real).peak_bytes == simulate(fake).peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("terms", TERMS)
 def test_its_memory_counts_where_a_step_is_measured(terms):
     net, batch, step = Net(True), (torch.randn(ROWS, WIDTH), torch.randint(CLASSES, (ROWS,))), step_of(terms)
@@ -114,6 +115,7 @@ def test_torch_finds_the_operator_well_formed(soft, wanted, monkeypatch):
     torch.library.opcheck(chunk_loop.cross_entropy_chunks, args, test_utils=("test_schema", "test_faketensor"))
 
 
+@pytest.mark.slow
 def test_a_recording_under_a_budget_makes_room_for_a_chunk_and_knows_gradients_of_the_forward():
     net, step = Net(False), step_of("mean")
     net.body = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))

@@ -29,6 +29,7 @@ def n_factorized(module):
     return sum(isinstance(layer, FactorizedLayer) for layer in module.modules())
 
 
+@pytest.mark.slow
 def test_layers_are_cut_to_what_the_budget_asks_for_and_the_optimizer_owns_them():
     chosen, callback = module(), automatic()
     trainer = parts.fit(chosen, callback, max_epochs=1)
@@ -55,6 +56,7 @@ class LogsItsRate(parts.Blobs):
         return super().configure_optimizers()
 
 
+@pytest.mark.slow
 def test_a_step_that_asks_for_its_optimizer_is_tried():
     chosen, callback = LogsItsRate(width=32), automatic()
     parts.fit(chosen, callback, max_epochs=1)
@@ -70,6 +72,7 @@ def test_the_command_finds_the_optimizer_of_a_step(waits):
     assert asked.optimizers().param_groups[0]["params"]
 
 
+@pytest.mark.slow
 def test_a_large_weight_that_no_layer_kind_covers_is_named(caplog):
     chosen = module()
     chosen.experts = torch.nn.Parameter(torch.randn(4, 16, 16))
@@ -147,6 +150,7 @@ def metric_fit(metric, budget=BUDGET, **options):
     return trainer, callback
 
 
+@pytest.mark.slow
 def test_a_torchmetric_bounds_what_the_ranks_cost_and_stays_as_it_is(tmp_path):
     metric = MulticlassAccuracy(4, average="micro")
     trainer, callback = metric_fit(metric)

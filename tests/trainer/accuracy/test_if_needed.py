@@ -93,6 +93,7 @@ def test_with_room_the_run_is_the_plain_run_to_the_bit():
     assert parts.same(plain.state_dict(), chosen.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("harmless")
 @pytest.mark.parametrize(("slowdown", "cut"), [(1.24, False), (3.0, True)])
 def test_a_harmless_cut_takes_the_place_of_an_exact_plan_of_over_a_quarter_more_time(bounds, plans_take, slowdown, cut):
@@ -106,6 +107,7 @@ def test_a_harmless_cut_takes_the_place_of_an_exact_plan_of_over_a_quarter_more_
     assert sum(option.is_chosen for option in made.fit.options) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("harmless")
 def test_the_page_of_a_run_that_was_cut_draws_the_dense_step_too(bounds, plans_take, tmp_path):
     plans_take(3.0)
@@ -166,6 +168,7 @@ def refused(chosen, **options):
     return found.value.least_peak_bytes
 
 
+@pytest.mark.slow
 def test_batches_run_in_parts_where_no_ranks_and_no_plan_fit(tmp_path):
     budget = round(0.6 * refused(Sorter()))
     plain, chosen, made = Sorter(), Sorter(), callback(budget)
@@ -199,6 +202,7 @@ class Wide(Sorter):
         self.net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), *wide, nn.Linear(256, 4))
 
 
+@pytest.mark.slow
 def test_batches_run_in_parts_rather_than_with_a_cut_that_loses_something(least, caplog):
     chosen, made = Sorter(), callback(sum(least) // 2, verbose=True)
     sort(chosen, made)
@@ -210,6 +214,7 @@ def selecting(logits, classes):
     return functional.cross_entropy(logits[classes >= 0], classes[classes >= 0])
 
 
+@pytest.mark.slow
 def test_batches_whose_loss_selects_by_values_run_in_parts_too(least, caplog):
     chosen = Sorter(loss=selecting)
     sort(chosen, callback(sum(least) // 2, verbose=True))
@@ -242,6 +247,7 @@ class Shifting(Sorter):
 READING = {"metric": partial(Sorter, counting), "distribution": partial(Sorter, likelihood), "draws": Shifting}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READING)
 def test_batches_whose_step_reads_values_run_in_parts_too(least, caplog, name):
     chosen = READING[name]()
@@ -257,6 +263,7 @@ def test_of_an_untrained_network_no_cut_is_said_to_have_been_tried(least, caplog
     assert "batches run in parts" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("harmless")
 def test_a_harmless_cut_comes_before_batches_in_parts(least):
     chosen = Sorter()
@@ -264,6 +271,7 @@ def test_a_harmless_cut_comes_before_batches_in_parts(least):
     assert n_factorized(chosen) > 0
 
 
+@pytest.mark.slow
 def test_layers_are_cut_where_batches_in_parts_do_not_fit_either():
     chosen, made = Wide(), callback("1.5MiB")
     sort(chosen, made, batch_size=64)
@@ -295,6 +303,7 @@ def test_batches_that_may_not_run_in_parts_are_refused_with_the_least_peak(made,
         sort(made(), callback(budget, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"max_slowdown": 1.5}, {"select": "net.0"}], ids=str)
 def test_modules_run_in_tiles_where_an_argument_speaks_against_parts(options):
     made = callback(round(0.6 * refused(Sorter())), **options)
@@ -304,6 +313,7 @@ def test_modules_run_in_tiles_where_an_argument_speaks_against_parts(options):
     assert made.run.memory.session.plan.peak_bytes <= made.run.memory.budget_bytes
 
 
+@pytest.mark.slow
 def test_layers_are_cut_where_no_exact_plan_fits(bounds):
     budget = round(0.9 * bounds[1])
     chosen, made = module(), callback(budget)
@@ -312,6 +322,7 @@ def test_layers_are_cut_where_no_exact_plan_fits(bounds):
     assert made.run.memory.session.plan.peak_bytes <= budget
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_batches", [1, 4, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 8))])
 def test_a_chosen_budget_is_kept_with_accumulated_gradients(bounds, n_batches):
     """Gradients stay for the next batches, so the dense model needs more, and the choice counts that."""
@@ -417,6 +428,7 @@ def test_recovery_without_a_cut_trains_the_plain_weights():
     assert parts.same(dict(plain.named_parameters()), dict(chosen.named_parameters()))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_run_without_a_cut_gives_its_callback_and_its_model_back(tmp_path):
     whole, first, path = module(), module(), tmp_path / "one.ckpt"
     fit(whole, callback(ROOM), max_epochs=2)
@@ -469,6 +481,7 @@ def test_tensors_wait_in_the_given_folder_rather_than_with_a_slow_plan_or_a_cut(
     assert parts.same(plain.state_dict(), chosen.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("harmless")
 @pytest.mark.parametrize("folder", [True, False])
 def test_over_a_slow_link_or_without_a_folder_a_harmless_cut_is_taken(

@@ -50,6 +50,7 @@ def files(folder):
     return sorted((folder / "ctdr_choices").glob("*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verbose", [True, False])
 def test_the_same_question_is_answered_without_a_search(tmp_path, first, searches, caplog, verbose):
     found, trained = first
@@ -69,6 +70,7 @@ def test_the_same_question_is_answered_without_a_search(tmp_path, first, searche
 OTHERS = in_turn([{"budget": BUDGET + 1}, {"seed": 1}, {"gradient_clip_val": 1.0}], (), *[pytest.mark.exhaustive] * 2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("first")
 @pytest.mark.parametrize("other", OTHERS, ids=str)
 def test_another_question_is_searched_for(tmp_path, searches, other):
@@ -77,6 +79,7 @@ def test_another_question_is_searched_for(tmp_path, searches, other):
     assert len(files(tmp_path)) == 2
 
 
+@pytest.mark.slow
 def test_a_choice_that_does_not_keep_the_limits_any_more_is_searched_for_anew(tmp_path, first, searches):
     (kept,) = files(tmp_path)
     plain, edited = (json.loads(kept.read_text()) for _ in range(2))
@@ -89,6 +92,7 @@ def test_a_choice_that_does_not_keep_the_limits_any_more_is_searched_for_anew(tm
     assert json.loads(kept.read_text())["choices"] == plain["choices"] != edited["choices"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("first")
 @pytest.mark.parametrize("text", ["", '{"kind": "budget fit", "version": 99}'])
 def test_a_file_that_cannot_be_read_is_written_anew(tmp_path, searches, text):
@@ -109,6 +113,7 @@ def test_a_run_that_leaves_no_files_keeps_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("first")
 def test_the_oldest_choices_go(tmp_path, monkeypatch):
     monkeypatch.setattr(kept_choice, "_MOST_FILES", 1)

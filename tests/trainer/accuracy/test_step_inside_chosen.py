@@ -42,6 +42,7 @@ def is_cut(module):
     return any(isinstance(layer, FactorizedLayer) for layer in module.modules())
 
 
+@pytest.mark.slow
 def test_weights_and_state_are_the_plain_ones_to_the_bit_within_the_budget(caplog):
     plain, usual = fit(Wide())
     made, peaks = callback(verbose=True), Peaks()
@@ -54,6 +55,7 @@ def test_weights_and_state_are_the_plain_ones_to_the_bit_within_the_budget(caplo
     assert max(peaks.bytes[1:]) <= made.run.memory.budget_bytes
 
 
+@pytest.mark.slow
 def test_with_room_for_all_gradients_the_step_stays_where_it_is(caplog):
     made = callback("1GiB", verbose=True)
     with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
@@ -94,6 +96,7 @@ def ends_with_the_answer(monkeypatch):
     monkeypatch.setattr(SpareMeans, "keeping", keeping)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer", "callbacks", "means"),
     [
@@ -110,6 +113,7 @@ def test_where_the_run_forbids_it_other_means_are_looked_for(trainer, callbacks,
         fit(Wide(), callback(), *(kind() for kind in callbacks), **trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ends_with_the_answer")
 def test_where_the_step_would_fail_other_means_are_looked_for(monkeypatch):
     monkeypatch.setattr(spare_means, "may_step_inside", lambda *_: False)
@@ -154,6 +158,7 @@ class Heavy(Wide):
         self.net = nn.Sequential(*(layer for _ in range(24) for layer in (nn.Linear(256, 256), nn.ReLU())))
 
 
+@pytest.mark.slow
 def test_the_optimizers_state_waits_in_the_given_folder_before_a_layer_is_cut(tmp_path, caplog):
     clipped = {"gradient_clip_val": 1.0}  # which needs all gradients before the first update
     plain, _ = fit(Heavy(), **clipped)
@@ -179,6 +184,7 @@ def test_the_state_stays_where_an_argument_speaks_against_a_move(given):
     assert CallbackOptions(memory_budget=BUDGET, **given).state_elsewhere("cuda") is None
 
 
+@pytest.mark.slow
 def test_a_choice_counts_the_state_where_the_user_has_it_wait(tmp_path):
     """It counted as if the state stood beside the step, and cut layers that fitted."""
     made = callback("20MiB", optimizer_state="disk", disk_folder=tmp_path)
@@ -200,6 +206,7 @@ def test_where_an_argument_speaks_against_it_it_is_not_tried(given):
     assert CallbackOptions(memory_budget=BUDGET, **given).inside() is None
 
 
+@pytest.mark.slow
 def test_a_cut_says_why_no_other_means_was_possible():
     made = callback()
     module, _ = fit(Wide(), made, gradient_clip_val=1.0)
@@ -238,6 +245,7 @@ class Deep(Wide):
         self.net = nn.Sequential(*(layer for _ in range(DEPTH) for layer in (nn.Linear(256, 256), nn.Tanh())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("inside", "taken"), [(2.0, True), (4.0, False)])
 def test_of_two_exact_means_beyond_the_wished_time_the_faster_is_taken(monkeypatch, inside, taken):
     asked = []
@@ -257,6 +265,7 @@ def test_of_two_exact_means_beyond_the_wished_time_the_faster_is_taken(monkeypat
     assert 3.0 in asked
 
 
+@pytest.mark.slow
 def test_a_budget_that_no_means_keeps_is_refused():
     with pytest.raises(InfeasibleBudgetError):
         fit(Wide(partial(torch.optim.Adam, amsgrad=True)), callback("1KiB"))

@@ -175,6 +175,7 @@ def train_on_two_ranks(folder):
     torch.save(state | {"choices": callback.run.surgeon.choices.to_dict()}, folder / f"{trainer.global_rank}.pt")
 
 
+@pytest.mark.slow
 def test_two_ranks_cut_at_the_same_epoch_with_the_same_factors(tmp_path):
     assert forks.run(train_on_two_ranks, tmp_path, ranks=2) == [0, 0]
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
@@ -229,6 +230,7 @@ def test_a_cut_at_the_start_of_an_untrained_network_names_the_warm_up():
     assert hints(module=parts.blobs(width=16), rank=0.5, recovery=True) == 1
 
 
+@pytest.mark.slow
 def test_no_hint_comes_to_whoever_cuts_late_or_by_other_rules_or_a_trained_network():
     assert hints(module=parts.blobs(width=16), rank=0.5, recovery=RECOVERY) == 0
     assert hints(module=parts.blobs(width=16), rank=0.5, recovery={"cut_epochs": [1]}) == 0

@@ -99,6 +99,7 @@ def test_forwards_beyond_one_a_batch_are_counted_as_without_parts(kind):
     assert {int(norm.num_batches_tracked) for norm in norms_of(cut)} == counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [7, 8, 9])
 def test_a_part_that_runs_out_of_memory_leaves_the_statistics_alone(at):
     """In the first, second or third part of the third batch."""
@@ -171,6 +172,7 @@ def least():
     return refused(Sorter(norm=nn.BatchNorm1d), batch_norm_in_parts=False)
 
 
+@pytest.mark.slow
 def test_a_budget_alone_has_parts_normalised_by_themselves_before_layers_are_cut(least, caplog):
     chosen, made, peaks = Sorter(norm=nn.BatchNorm1d), callback(round(0.6 * least), verbose=True), Peaks()
     sort(chosen, made, peaks, max_epochs=2)

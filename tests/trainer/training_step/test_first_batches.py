@@ -99,6 +99,7 @@ def tight_budget(kind, accumulate):
     return int(1.05 * max(*least, loose.run.memory.rest_peak_bytes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "accumulate"), [(Text, 1), (Text, 4), (AdamText, 4), (Images, 1), (Images, 4)])
 def test_recorded_batches_keep_a_budget_that_has_plans(kind, accumulate):
     budget = tight_budget(kind, accumulate)

@@ -143,6 +143,7 @@ class PeaksWithProjectors(Peaks):
         self.meter.live.track(kept_by_low_rank(trainer.optimizers[0]))
 
 
+@pytest.mark.slow
 def test_every_batch_keeps_the_least_budget_and_the_weights_are_the_plain_run_s():
     plain, _ = fit(low_rank)
     budget = least_budget(low_rank)

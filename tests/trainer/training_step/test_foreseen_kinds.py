@@ -109,6 +109,7 @@ def train(kind, data, *callbacks):
 SHARES = {0.9: pytest.mark.exhaustive, 0.8: (), 0.7: pytest.mark.exhaustive, 0.6: pytest.mark.exhaustive}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("share", [pytest.param(share, marks=marks) for share, marks in SHARES.items()])
 def test_no_kind_of_step_runs_over_the_budget_before_it_is_planned(case, share):

@@ -115,6 +115,7 @@ def kept(kind, budget_bytes):
     return callback, max(needed), peaks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Closures, LineSearch, WarmUp])
 def test_the_budget_that_the_error_asks_for_is_kept(kind):
     budget_bytes = budget_asked(kind)
@@ -157,6 +158,7 @@ def test_what_a_fresh_recording_does_not_explain_is_counted():
     assert surprises.counted_bytes == 2**20
 
 
+@pytest.mark.slow
 def test_what_a_retry_holds_is_in_the_plan():
     """Copies of what a step writes, and the gradients that it found, which a step by hand frees itself."""
     callback, _, peaks = kept(Penalty, budget_asked(Penalty))

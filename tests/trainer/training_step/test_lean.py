@@ -73,6 +73,7 @@ def agree(found, wanted):
         assert torch.allclose(mine, theirs, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", ["if_needed", None])
 def test_a_budget_that_logits_break_is_kept_without_them(plain, rank):
     callback = CTDRCallback(TIGHT, rank=rank)
@@ -86,16 +87,19 @@ def test_a_budget_that_logits_break_is_kept_without_them(plain, rank):
     assert "forward" not in vars(found[0].head)
 
 
+@pytest.mark.slow
 def test_a_budget_that_holds_the_logits_leaves_every_bit(plain):
     found = trained(CTDRCallback(LARGE))
     assert torch.equal(found[1], plain[1])
 
 
+@pytest.mark.slow
 def test_rounding_can_be_forbidden(plain):
     with pytest.raises(InfeasibleBudgetError):
         trained(CTDRCallback(TIGHT, rank=None, memory={"rounding": False}))
 
 
+@pytest.mark.slow
 def test_the_rest_of_the_step_is_planned(plain):
     untouched = CTDRCallback(TIGHT, rank=None)
     trained(untouched)
@@ -124,6 +128,7 @@ def test_outputs_that_outlive_the_step_are_made(plain):
     assert callback.seen.isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [pytest.param("if_needed", marks=pytest.mark.slow), None])
 def test_a_metric_that_wants_probabilities_makes_logits_that_the_loss_does_not_use(rank):
     wanted = trained(kind="metric")
@@ -136,6 +141,7 @@ def test_a_metric_that_wants_probabilities_makes_logits_that_the_loss_does_not_u
     assert any("made for softmax" in event for event in events_of(callback))
 
 
+@pytest.mark.slow
 def test_a_loss_that_needs_logits_has_them():
     wanted = trained(kind="z-loss")
     callback = CTDRCallback(LARGE - 100 * MIB, rank=None)
@@ -144,6 +150,7 @@ def test_a_loss_that_needs_logits_has_them():
     assert not any("not made" in event for event in events_of(callback))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}], ids=str)
 def test_accumulation_and_autocast(options):
     wanted = trained(**options)

@@ -65,6 +65,7 @@ def shuffled(lengths):
     return [lengths[index] for index in order]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.9, pytest.param(0.75, marks=pytest.mark.slow)])
 def test_every_length_keeps_the_budget_and_few_are_searched(share):
     lengths = shuffled(list(range(21, 141, 2)))

@@ -56,6 +56,7 @@ def ctdr(**options):
     return CTDRCallback(rank=None, verbose=False, **grouped({"retry_on_oom": False, **options}))
 
 
+@pytest.mark.slow
 def test_weights_gradients_and_state_above_the_budget_train_under_it_to_the_bit(tmp_path):
     plain, usual = fit(None, tmp_path / "plain")
     budget = 64 * 2**20
@@ -80,6 +81,7 @@ class AfterBatch(Callback):
         self.peaks.append(self.meter.live.peak)
 
 
+@pytest.mark.slow
 def test_every_batch_keeps_the_budget(tmp_path):
     budget, module = 64 * 2**20, Wide()
     callback = ctdr(memory_budget=budget, optimizer_state="disk", disk_folder=tmp_path)
@@ -94,6 +96,7 @@ def test_every_batch_keeps_the_budget(tmp_path):
     assert 1.5 * weights < weights + batches.peaks[-1] <= budget
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_undisturbed_one(tmp_path):
     whole, _ = fit(ctdr(optimizer_state="disk"), tmp_path / "whole")
     fit(ctdr(optimizer_state="disk"), tmp_path / "half", max_epochs=1)

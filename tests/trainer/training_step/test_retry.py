@@ -280,6 +280,7 @@ def test_a_rescued_run_ends_like_one_that_never_failed(where, step, tmp_path):
     rescued(Net, where, step, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_the_last_try_ends_like_the_first_would_have(where, tmp_path):
     rescued(Net, where, 1, tmp_path, times=retry.MAX_TRIES - 1)

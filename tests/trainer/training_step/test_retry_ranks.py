@@ -49,6 +49,7 @@ def train(folder, name, where=None, gathers=False, policy="sqrt"):
     torch.save([module.state_dict(), module.losses, events], folder / f"{name}{parts.rank()}.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["sqrt", "keep"])
 def test_a_forward_in_which_nobody_waits_is_repeated_on_one_rank_alone(tmp_path, policy):
     assert forks.run(train, tmp_path, "plain", ranks=2) == [0, 0]

@@ -96,6 +96,7 @@ def test_weights_and_state_are_those_of_the_plain_step_to_the_bit(name, budget):
     assert usual.global_step == trainer.global_step == 12
 
 
+@pytest.mark.slow
 def test_under_a_plan_that_recomputes_they_are_the_same_to_the_bit():
     data = DataLoader(TensorDataset(torch.randn(2400, WIDTH)), 400), None
     plain, found = Wide(), Wide()
@@ -122,6 +123,7 @@ def peaks(**options):
     return peak.use.peak_bytes, trainer.callback_metrics["ctdr/predicted_peak_gib"].item() * 2**30
 
 
+@pytest.mark.slow
 def test_the_peak_is_predicted_and_lacks_the_gradients():
     (plain, _), (true, predicted) = peaks(), peaks(optimizer_step="in_backward")
     weights = 4 * DEPTH * WIDTH * WIDTH
@@ -281,6 +283,7 @@ def test_a_step_whose_optimizer_has_begun_is_not_repeated(tmp_path):
         fit(RunsOut("backward"), inside(memory_budget="64MiB"), default_root_dir=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_before_is_repeated_to_the_bit():
     plain, _ = fit(Wide())
     found, _ = fit(RunsOut("forward"), inside(memory_budget="64MiB"))
@@ -301,6 +304,7 @@ def test_a_weight_that_the_backward_reads_after_its_update_is_noticed():
         fit(ReadsOn(), inside())
 
 
+@pytest.mark.slow
 def test_a_cut_in_mid_run_gives_the_same_weights_to_the_bit():
     found = []
     for step in (None, "in_backward"):

@@ -144,6 +144,7 @@ def test_a_scaled_loss():
     assert plain.gradients[0][0].abs().max() > 0
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_undisturbed_one(tmp_path):
     whole = fit(Deep(), sub_batches=3, memory_budget="64MiB")
     saves = ModelCheckpoint(tmp_path, save_last=True, save_top_k=0)
@@ -273,6 +274,7 @@ class Frozen(Deep):
         return self
 
 
+@pytest.mark.slow
 def test_batch_norm_is_refused_unless_it_is_frozen():
     with pytest.raises(ConfigError, match=r"net.1 \(BatchNorm1d\) normalises each sample by its whole batch"):
         fit(Deep(layer=batch_norm), sub_batches=2)
@@ -627,6 +629,7 @@ class RunsOutInBackward(Deep):
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
+@pytest.mark.slow
 def test_a_backward_that_runs_out_of_memory_runs_again_where_it_adds_to_no_gradients(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where the account of the failed run is written
     plain, cut = three_parts(RunsOutInBackward(0)), three_parts(RunsOutInBackward(7))

@@ -141,6 +141,7 @@ def test_a_part_that_runs_out_of_memory_finds_the_sums_as_they_were(at):
     assert plain.trainer.callback_metrics["loss"] == cut.trainer.callback_metrics["loss"]
 
 
+@pytest.mark.slow
 def test_a_backward_that_adds_to_sums_is_not_repeated(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where the account of the failed run is written
     plain, cut = three_parts(RunsOutInBackward(0)), three_parts(RunsOutInBackward(7))
@@ -177,6 +178,7 @@ def test_the_budget_holds_with_the_sums():
     equal(plain.gradients[:2], cut.gradients[:2], SINGLE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("budget", "whole", "added"), [("4.85MiB", 0, 1), ("3.4MiB", 1, 1)])
 def test_the_sums_count_once(budget, whole, added):
     """A whole batch needs 4.63 MiB, with the sums of other batches 4.94; two parts, which add anyway, 3.30."""
@@ -184,6 +186,7 @@ def test_the_sums_count_once(budget, whole, added):
     assert under(budget, 2)[1] == [IN_TWO] * added
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:.*smallest plan found")
 def test_parts_without_a_plan_become_smaller(monkeypatch):
     """Two parts need 3.3 MiB, which a prediction that is a tenth too small does not see."""
@@ -200,6 +203,7 @@ def test_parts_without_a_plan_become_smaller(monkeypatch):
     equal(plain.gradients, cut.gradients, SINGLE)
 
 
+@pytest.mark.slow
 def test_an_epoch_that_begins_to_accumulate_runs_in_parts():
     """The whole batch fits in the epochs before it."""
     cut, said = under("4.85MiB", 1, GradientAccumulationScheduler({0: 1, 1: 2}), epochs=2)
@@ -207,6 +211,7 @@ def test_an_epoch_that_begins_to_accumulate_runs_in_parts():
     assert cut.module.calls == 5 + 2 * 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_batches", [2, 3])
 def test_a_budget_alone_has_batches_run_in_parts(n_batches):
     """It cut layers, or refused the budget, where an accumulation forbade parts."""

@@ -66,6 +66,7 @@ def agree(found, wanted):
         assert float((mine - theirs).norm()) <= 1e-5 * float(theirs.norm()) + 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"rank": None}, {}], ids=["no ranks", "the budget alone"])
 def test_a_budget_that_no_plan_of_the_whole_keeps(plain, options):
     callback = CTDRCallback(memory_budget=TIGHT, verbose=False, **options)
@@ -78,6 +79,7 @@ def test_a_budget_that_no_plan_of_the_whole_keeps(plain, options):
     assert "forward" not in vars(found[0].blocks[0])
 
 
+@pytest.mark.slow
 def test_dropout_inside_draws_the_numbers_of_the_plain_run():
     wanted = trained(dropout=0.2)
     callback = CTDRCallback(memory_budget=TIGHT, rank=None, verbose=False)
@@ -94,11 +96,13 @@ def test_modules_run_whole_where_they_fit(plain):
     assert callback.run.memory.planner.lean_step.tiles == {}
 
 
+@pytest.mark.slow
 def test_rounding_may_be_forbidden():
     with pytest.raises(InfeasibleBudgetError, match="rounding=True"):
         trained(CTDRCallback(memory_budget=TIGHT, rank=None, memory={"rounding": False}, verbose=False))
 
 
+@pytest.mark.slow
 def test_modules_whose_tokens_mix_run_whole_and_the_run_says_so():
     wanted = trained(block=Centred)
     callback = CTDRCallback(memory_budget=TIGHT, rank=None, memory={"over_budget": "least"}, verbose=False)
@@ -108,6 +112,7 @@ def test_modules_whose_tokens_mix_run_whole_and_the_run_says_so():
     assert any("blocks.0 was to run in tiles, and runs whole: it gives other" in words for words in events_of(callback))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"rank": None}, {}], ids=["no ranks", "the budget alone"])
 def test_a_batch_of_one_sample_cannot_run_in_parts(options):
     wanted = trained(norm=nn.LayerNorm)
