@@ -91,7 +91,8 @@ class Adviser:
         if found is not None:
             norm = batch_norm_of(self.module)
             beside = f", and batch_norm_in_parts=True, so that {norm} normalises each by itself" if norm else ""
-            yield replace(found, value="auto", note=f" in {found.value} sub-batches{beside}")
+            note = f" in {found.value} sub-batches{beside}, if the loss is a mean over samples"
+            yield replace(found, value="auto", note=note)
 
     def _settings(self, least_bytes: int) -> Iterator[Change]:
         if not self.account.in_backward:
