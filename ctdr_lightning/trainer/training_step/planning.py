@@ -343,7 +343,8 @@ class BatchPlanner:
     def _ends_the_run(self) -> bool:
         """Whether a batch that does not fit is an error, rather than run as small as it can be."""
         asked, trainer = self._options.over_budget, cast(Any, self._module.trainer)
-        begun = self.n_planned > 0 or trainer.global_step > 0  # a resumed run may meet its longest batch first
+        # a resumed run may meet its longest batch first; under manual optimization the first batch has taken steps
+        begun = self.n_planned > 0 or trainer.fit_loop.total_batch_idx > 0
         return not self._tightened and (asked == "raise" or (asked == "auto" and not begun))
 
     def _refuse(self, error: InfeasibleBudgetError, step: Trace) -> None:

@@ -104,6 +104,12 @@ def budget_asked(kind):
     return named(refused.value)
 
 
+@pytest.mark.parametrize("kind", [Deep, Penalty])
+def test_a_budget_that_the_first_batch_cannot_keep_is_refused(kind):
+    with pytest.raises(InfeasibleBudgetError):
+        train(kind, CTDRCallback(rank=None, memory_budget="1KiB", verbose=False))
+
+
 def kept(kind, budget_bytes):
     plain, needed = measured(kind)
     callback = CTDRCallback(rank=None, memory_budget=budget_bytes, verbose=False)
