@@ -118,7 +118,7 @@ class BatchPlanner:
             tried = self._ends_the_run and limit is not None and self._options.policy == "auto"
             self._refuse(self._adviser(tightest).advised(error) if tried else error, trace)
             step = Prepared(account.standing)
-            made = self.shared(step, "least", lambda: plan(step, Budget(seconds=math.inf)))  # at any time
+            made = self.shared(step, "least", partial(_smallest, step, error.least_peak_bytes))
         self.n_planned += 1
         return made
 
@@ -359,3 +359,12 @@ class BatchPlanner:
                 f"CTDR: {error.problem} Such steps run with the smallest plan found. This warning is shown once. "
                 'memory=Memory(over_budget="raise") ends the run instead.'
             )
+
+
+def _smallest(step: Prepared, named_bytes: int) -> Plan:
+    """The plan of the least peak at any time, or of one that a search for a budget has named, which may be less."""
+    made = plan(step, Budget(seconds=math.inf))
+    try:
+        return plan(step, named_bytes) if named_bytes < made.peak_bytes else made
+    except InfeasibleBudgetError:  # of a batch with more beside its step, or another policy's
+        return made

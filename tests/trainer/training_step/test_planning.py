@@ -1,5 +1,6 @@
 """One place plans the batches of a run: it raises, warns once, or plans as small as it can."""
 
+import math
 import warnings
 from types import SimpleNamespace
 
@@ -9,10 +10,13 @@ from torch import nn
 
 from ctdr_lightning import plan, record
 from ctdr_lightning.basics.errors import InfeasibleBudgetError
+from ctdr_lightning.memory import Prepared
 from ctdr_lightning.memory.account.batch import with_room
 from ctdr_lightning.memory.holders.places import Places
+from ctdr_lightning.memory.policies import Budget
 from ctdr_lightning.memory.traces.optimizer import OptimizerBytes
 from ctdr_lightning.trainer.options import CallbackOptions
+from ctdr_lightning.trainer.training_step import planning
 from ctdr_lightning.trainer.training_step.bytes_beside import BytesBeside
 from ctdr_lightning.trainer.training_step.planning import BatchPlanner
 
@@ -25,7 +29,7 @@ def step():
     return record(lambda: net(x).sum())
 
 
-def planner(budget_bytes, global_step=0, **options):
+def planner(budget_bytes, batch=0, **options):
     given = CallbackOptions(
         **{"rank": None, "memory_budget": budget_bytes, "policy": "sqrt", "verbose": False, **options}
     )
@@ -33,7 +37,10 @@ def planner(budget_bytes, global_step=0, **options):
     made.attach(
         SimpleNamespace(
             trainer=SimpleNamespace(
-                is_global_zero=True, accumulate_grad_batches=1, optimizers=[], global_step=global_step
+                is_global_zero=True,
+                accumulate_grad_batches=1,
+                optimizers=[],
+                fit_loop=SimpleNamespace(total_batch_idx=batch),
             )
         )
     )
@@ -67,9 +74,19 @@ def test_the_first_that_does_not_fit_ends_the_run_a_later_one_is_warned_of_once(
 def test_a_run_that_has_trained_is_not_ended_by_the_batch_that_comes_first_when_it_is_resumed(step):
     least = plan(step, policy="sqrt").peak_bytes
     with pytest.warns(UserWarning, match="with the smallest plan found"):
-        assert planner(least - 1, global_step=1)(step).peak_bytes <= least
+        assert planner(least - 1, batch=1)(step).peak_bytes <= least
     with pytest.raises(InfeasibleBudgetError):
-        planner(least - 1, global_step=1, over_budget="raise")(step)
+        planner(least - 1, batch=1, over_budget="raise")(step)
+
+
+def test_the_smallest_plan_found_is_that_of_any_search(step, monkeypatch):
+    def of_less(step, budget):
+        return plan(step, policy="keep") if isinstance(budget, Budget) else plan(step, budget)
+
+    least = plan(step, Budget(seconds=math.inf)).peak_bytes
+    monkeypatch.setattr(planning, "plan", of_less)
+    assert planning._smallest(Prepared(step), least).peak_bytes == least
+    assert planning._smallest(Prepared(step), least // 2).keeps_all
 
 
 @pytest.mark.parametrize("over_budget", ["raise", "least"])
