@@ -34,7 +34,7 @@ def installed(module):
     return names, {kind: sum(len(getattr(layer, kind)) for layer in module.modules()) for kind in HOOKS}
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", in_turn(WAYS, (), pytest.mark.exhaustive))
 def test_a_plan_changes_no_bit_and_leaves_nothing(name, tmp_path):
     plain = train(name, tmp_path / "plain")[0]
     callback = planned()

@@ -22,6 +22,7 @@ from ctdr_lightning.memory.traces.bells import bells_of
 from ctdr_lightning.memory.traces.facts import facts_of
 from ctdr_lightning.memory.traces.machine import CodecCost, Link
 from ctdr_lightning.memory.values.live_bytes import PeakMeter
+from tests.in_turn import in_turn
 from tests.memory.harness import Bench, planned, random_actions
 from tests.memory.holders.doubles import late_holders
 from tests.memory.policies.nets import CONFORMANCE, bench_of
@@ -95,7 +96,7 @@ def test_plans_of_all_actions_are_exact(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in ZOO if name not in QUICK])
+@pytest.mark.parametrize("name", in_turn([name for name in ZOO if name not in QUICK], (), pytest.mark.exhaustive))
 def test_plans_of_all_actions_are_exact_on_every_other_net(name, tmp_path):
     check_away(name, 2, tmp_path)
 

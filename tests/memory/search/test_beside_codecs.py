@@ -12,6 +12,7 @@ from ctdr_lightning.memory.search.others import free_codecs
 from ctdr_lightning.memory.simulator.actions import Recompute
 from ctdr_lightning.memory.simulator.simulator import Simulator
 from ctdr_lightning.memory.traces.machine import CodecCost
+from tests.in_turn import in_turn
 from tests.memory.harness import Bench
 
 COSTS = [
@@ -36,7 +37,7 @@ def recorded():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", in_turn(range(6), (), pytest.mark.exhaustive))
 def test_values_are_recomputed_only_for_what_codecs_leave_above_the_budget(recorded, seed):
     drawn = random.Random(seed)
     seconds = [1e-4 * drawn.lognormvariate(0, 1) for _ in recorded.ops]
