@@ -92,6 +92,20 @@ def test_changes_by_the_samples_are_refused():
         fit(Queues(), sub_batches=2)
 
 
+class Seldom(Counts):
+    """Its buffer changes in the second batch alone, which the check of the first one does not see."""
+
+    def training_step(self, batch, index):
+        if index == 1:
+            self.steps += 1
+        return Deep.training_step(self, batch, index)
+
+
+def test_a_change_that_the_check_did_not_see_is_refused():
+    with pytest.raises(ConfigError, match="'steps', which training_step sets in some batches alone"):
+        fit(Seldom(), sub_batches=2)
+
+
 class Dice(Deep):
     """One minus an overlap over the whole batch, which is nearly that of parts where a network is untrained."""
 

@@ -129,11 +129,16 @@ def _own_changes(module: LightningModule, losses: _Losses, few: Any) -> tuple[st
     parts = losses.of(first.batch), losses.of(second.batch, before, whole.shapes)
     name = next((n for n in (first_difference(whole.changed, part.changed) for part in parts) if n), "")
     if name:
-        raise ConfigError(
-            f"sub_batches would change '{name}', which training_step sets by the samples of its batch.",
-            "Change it in on_train_batch_end, which runs once for a whole batch, or leave sub_batches out.",
-        )
+        raise set_otherwise(name, "by the samples of its batch")
     return tuple(whole.changed)
+
+
+def set_otherwise(name: str, how: str) -> ConfigError:
+    """The error of a parameter or buffer that parts would leave with other numbers."""
+    return ConfigError(
+        f"sub_batches would change '{name}', which training_step sets {how}.",
+        "Change it in on_train_batch_end, which runs once for a whole batch, or leave sub_batches out.",
+    )
 
 
 def _by_chance(module: nn.Module) -> list[nn.Module]:

@@ -7,12 +7,13 @@ spectral norms. Queues and centres of samples are none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from ctdr_lightning.memory.values.tensors import version_of
+from ctdr_lightning.trainer.training_step.sub_batches.batch_norm import BY_BATCH
 
 _Versions = dict[str, tuple[Tensor, int]]
 
@@ -35,9 +36,11 @@ class OwnChanges:
         (0, 4)
     """
 
-    def __init__(self, module: nn.Module, names: Iterable[str] = ()) -> None:
+    def __init__(self, module: nn.Module, names: Collection[str] = ()) -> None:
         self._places = [_place(module, name) for name in names]
         self._before: list[tuple[Tensor, Tensor]] = []
+        self._others = {name: _place(module, name) for name in _untrained(module) if name not in set(names)}
+        self._versions: list[int] = []
 
     @property
     def n_bytes(self) -> int:
@@ -48,6 +51,15 @@ class OwnChanges:
         """Copy the tensors before the first part."""
         tensors = [held[leaf] for held, leaf in self._places]
         self._before = [(tensor, tensor.detach().clone()) for tensor in tensors]
+        self._versions = self._versions_now()
+
+    def unforeseen(self) -> str:
+        """The first other tensor that has changed since: its step does so in some batches alone. Empty for none."""
+        pairs = zip(self._others, self._versions, self._versions_now(), strict=True)
+        return next((name for name, before, now in pairs if now != before), "")
+
+    def _versions_now(self) -> list[int]:
+        return [version_of(held[leaf]) for held, leaf in self._others.values()]
 
     def put_back(self) -> None:
         """Undo the changes of a part."""
@@ -66,6 +78,13 @@ def _place(module: nn.Module, name: str) -> tuple[dict[str, Tensor], str]:
     part = module.get_submodule(owner)
     held = part._buffers if leaf in part._buffers else part._parameters
     return held, leaf  # type: ignore[return-value]  # those that are None have no name here
+
+
+def _untrained(module: nn.Module) -> Iterator[str]:
+    """Names of frozen parameters and buffers; BatchNorm's own change in each part, and have an account of theirs."""
+    norms = {id(buffer) for part in module.modules() if isinstance(part, BY_BATCH) for buffer in part.buffers()}
+    yield from (name for name, parameter in module.named_parameters() if not parameter.requires_grad)
+    yield from (name for name, buffer in module.named_buffers() if id(buffer) not in norms)
 
 
 def noted(module: nn.Module) -> _Versions:

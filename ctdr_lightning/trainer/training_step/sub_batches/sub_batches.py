@@ -25,7 +25,12 @@ from ctdr_lightning.trainer.training_step.layers import Backward, Chain, Layer, 
 from ctdr_lightning.trainer.training_step.memory_stage import MemoryStage
 from ctdr_lightning.trainer.training_step.optimizer.resident import begins_sum
 from ctdr_lightning.trainer.training_step.sub_batches.batch_norm import LEAST_ASKED, RunningStatistics, batch_norm_of
-from ctdr_lightning.trainer.training_step.sub_batches.checks import check_mean, computes_in_half, sub_batch_hindrance
+from ctdr_lightning.trainer.training_step.sub_batches.checks import (
+    check_mean,
+    computes_in_half,
+    set_otherwise,
+    sub_batch_hindrance,
+)
 from ctdr_lightning.trainer.training_step.sub_batches.joined import JoinedLogs, detached_output, joined_output
 from ctdr_lightning.trainer.training_step.sub_batches.own_changes import OwnChanges
 from ctdr_lightning.trainer.training_step.sub_batches.parts import Part, n_samples, parts_of
@@ -89,8 +94,8 @@ class SubBatches(Layer):
             The step's result for the whole batch; its loss leads back to the last sub-batch alone.
 
         Raises:
-            ConfigError: If the batch cannot be cut, its loss is no mean over samples, or a later part of a batch that
-                adds to gradients of others has no loss.
+            ConfigError: If the batch cannot be cut, its loss is no mean over samples, the step changes a buffer as the
+                check did not see, or a later part of a batch that adds to gradients of others has no loss.
         """
         number = self._number(step)
         if number < 2:
@@ -131,6 +136,8 @@ class SubBatches(Layer):
             run, finish = partial(self._logged, index, step.run), partial(joined.take, index)
             inputs = (part.batch, *more), named
             output = rest.forward(replace(step, run=run, inputs=inputs, finish=finish, later=index > 0))
+            if index == 0 and (name := own.unforeseen()):
+                raise set_otherwise(name, "in some batches alone")
             if output is None:  # Lightning skips such a batch
                 self._end_statistics()
                 _skip(module, index, fresh=fresh)
