@@ -66,7 +66,7 @@ def test_a_fast_cut_that_loses_next_to_nothing_is_better_than_a_slow_exact_plan(
     assert reason(fit).startswith("the first that fits within x1 of the dense step's time and loses next to nothing, ")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_where_nothing_fits_within_the_wish_the_time_gives_way_and_not_the_run(bounds, monkeypatch):
     monkeypatch.setattr(search, "in_turns", lambda *_: Turns(1.0, 3.0, 3.0))
     budget = round(0.9 * bounds[1])

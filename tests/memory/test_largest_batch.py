@@ -63,7 +63,7 @@ def recorded(net, size):
     return record(lambda: loss(net, batch))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_it_is_what_trying_every_batch_finds(net):
     budget = 500_000
     found = max_batch(net, inputs, loss, budget)

@@ -162,7 +162,7 @@ def test_a_start_from_what_is_no_checkpoint_is_refused(run, tmp_path):
         run("run", f"init_from={path}")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_sweep_goes_through_submitit(tmp_path):
     sweep = [
         "ctdr.rank=0.5,0.25",
@@ -188,7 +188,7 @@ def test_a_sweep_goes_through_submitit(tmp_path):
     assert (tmp_path / "comparison.html").read_text().count('class="dot') >= 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_sweep_with_failed_points_names_each_compares_the_others_and_resumes(tmp_path):
     points = "[8],[8,16,16],[8,16],[16,8,8]"
     sweep = [f"model.net.widths={points}", "trainer.max_epochs=1", "ctdr.policy=keep", f"hydra.sweep.dir={tmp_path}"]

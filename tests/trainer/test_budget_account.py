@@ -116,6 +116,6 @@ def test_a_dense_net_is_chosen_where_it_fits():
 PAIRS = [pair for pair in product(OPTIMIZERS, WAYS) if pair != ("adam, fused", "in the backward")]
 
 
-@pytest.mark.parametrize("pair", in_turn(PAIRS, pytest.mark.slow, *[pytest.mark.exhaustive] * 2), ids=", ".join)
+@pytest.mark.parametrize("pair", in_turn(PAIRS, pytest.mark.slow, *[pytest.mark.exhaustive] * 4), ids=", ".join)
 def test_what_is_chosen_is_accepted_at_every_budget(pair):
     assert check(*pair, SHARES)

@@ -276,7 +276,7 @@ DDP_POINTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", DDP_POINTS)
+@pytest.mark.parametrize("point", in_turn(DDP_POINTS, (), pytest.mark.exhaustive))
 def test_killed_with_two_ranks(tmp_path, tmp_path_factory, point):
     whole = uninterrupted(tmp_path_factory, "staged", STAGED, ranks=2)
     assert parts.same(whole[0]["weights"], whole[2]["weights"])

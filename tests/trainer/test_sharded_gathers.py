@@ -174,7 +174,7 @@ def test_no_weights_stay_under_a_budget_that_none_fit():
     assert forks.run(check_smallest, ranks=2, timeout_s=200) == [0, 0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_more_weights_stay_under_larger_budgets_and_results_are_the_same():
     assert forks.run(check_budgets, ranks=2, timeout_s=300) == [0, 0]
 

@@ -17,6 +17,7 @@ from ctdr_lightning.memory.values.live_bytes import LiveBytes
 from ctdr_lightning.trainer.training_step.events import GradientsFreed, RestGrew
 from ctdr_lightning.trainer.training_step.optimizer.resident import local_bytes, state_bytes
 from tests import forks, parts
+from tests.in_turn import in_turn
 from tests.true_peaks import TruePeaks
 
 STEPS, SETTLED = 10, 4  # the first steps are recorded, once more after the choice of units, and watched
@@ -149,7 +150,7 @@ def check_peaks(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [Gpt, Mlp])
+@pytest.mark.parametrize("kind", in_turn([Gpt, Mlp], (), pytest.mark.exhaustive))
 def test_predicted_peaks_are_the_true_ones_and_budgets_are_kept(kind):
     assert forks.run(check_peaks, kind, ranks=2) == [0, 0]
 

@@ -23,7 +23,7 @@ NOT_RESUMED = ("64-true", "EarlyStopping", "min_epochs", "ModelPruning", "fast_d
 
 def ways():
     rest = [name for name in WAYS if name not in OFTEN]
-    return [*OFTEN, *in_turn(rest, pytest.mark.slow, pytest.mark.exhaustive)]
+    return [*OFTEN, *in_turn(rest, pytest.mark.slow, *[pytest.mark.exhaustive] * 2)]
 
 
 def budgeted(budget_bytes):

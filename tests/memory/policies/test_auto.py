@@ -25,7 +25,8 @@ def at(trace, share):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["residual", *in_turn([n for n in TRACES if n != "residual"], pytest.mark.slow, pytest.mark.exhaustive)]
+    "name",
+    ["residual", *in_turn([n for n in TRACES if n != "residual"], pytest.mark.slow, *[pytest.mark.exhaustive] * 2)],
 )
 def test_it_is_no_worse_than_any_other(name):
     trace = TRACES[name]()

@@ -74,7 +74,7 @@ def test_sixty_lengths_twice_over():
     assert after_three <= after_two * 1.002, "plans are remembered, not made again"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_plans_are_bounded_in_number_and_bytes():
     many = [torch.randn(2 + n, 8) for n in range(MOST_KINDS + 30)]
     seen, session = fit(many * 3, every=len(many))

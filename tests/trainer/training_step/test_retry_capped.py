@@ -106,7 +106,7 @@ def on_ranks(name, cap, folder):
     torch.save([left["state"], left["torch"], said], folder / f"{name}{parts.rank()}.pt")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_one_of_two_ranks_is_rescued_in_its_forward(tmp_path):
     assert forks.run(on_ranks, "plain", None, tmp_path, ranks=2, timeout_s=300, start="spawn") == [0, 0]
     assert forks.run(
