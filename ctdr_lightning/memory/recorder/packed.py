@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ctdr_lightning.basics.torch_private import OpOverload, no_dispatch_modes
 
-PACK: OpOverload = torch.ops.aten._pack_padded_sequence.default
+aten = torch.ops.aten
+PACK: OpOverload = aten._pack_padded_sequence.default
 PAD = "_pad_packed_sequence"
-_EMPTY: OpOverload = torch.ops.aten.empty.memory_format
+_EMPTY: OpOverload = aten.empty.memory_format
 _LAYERS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
