@@ -85,8 +85,7 @@ TIMES, LARGER = (0.3, 1.0, 3.0), ("T", "DenseNet-like")
     ("net", "times"),
     [
         *product(["residual"], TIMES),
-        *(pytest.param(net, 1.0, marks=pytest.mark.slow) for net in LARGER),
-        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in product(LARGER, (0.3, 3.0))),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in product(LARGER, TIMES)),
     ],
 )
 def test_no_policy_that_moves_is_ahead(net, times):

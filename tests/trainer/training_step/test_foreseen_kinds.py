@@ -15,6 +15,7 @@ from ctdr_lightning.memory.policies import Budget
 from ctdr_lightning.trainer.training_step.events import RecordedOverBudget
 from ctdr_lightning.trainer.training_step.planning import BatchPlanner
 from tests import parts
+from tests.in_turn import in_turn
 from tests.trainer.training_step.test_many_lengths import BATCH, VOCABULARY, Words, shuffled
 from tests.trainer.true_peaks import Peaks
 
@@ -110,7 +111,7 @@ SHARES = {0.9: pytest.mark.exhaustive, 0.8: (), 0.7: pytest.mark.exhaustive, 0.6
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", in_turn(CASES, (), pytest.mark.exhaustive))
 @pytest.mark.parametrize("share", [pytest.param(share, marks=marks) for share, marks in SHARES.items()])
 def test_no_kind_of_step_runs_over_the_budget_before_it_is_planned(case, share):
     kind, make = CASES[case]

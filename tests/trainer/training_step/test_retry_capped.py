@@ -95,7 +95,7 @@ CASES = {
 
 
 # Each takes 40 s: its processes import torch and Lightning afresh, under a limit of their address space.
-@pytest.mark.parametrize("case", in_turn(CASES, pytest.mark.slow, *[pytest.mark.exhaustive] * 4))
+@pytest.mark.parametrize("case", in_turn(CASES, pytest.mark.slow, *[pytest.mark.exhaustive] * 9))
 def test_a_rescued_run_ends_like_one_with_memory_enough(case, tmp_path):
     kind, batch, options = CASES[case]
     assert forks.run(rescued, kind, batch, tmp_path, options, timeout_s=300, start="spawn") == [0]
