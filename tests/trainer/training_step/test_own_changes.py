@@ -13,7 +13,16 @@ from ctdr_lightning.memory.guide.events import PlanMade
 from ctdr_lightning.trainer.training_step.events import BatchesCut
 from ctdr_lightning.trainer.training_step.sub_batches.checks import check_mean
 from tests import parts
-from tests.trainer.training_step.test_sub_batches import SINGLE, WIDTH, Deep, equal, fit, large
+from tests.trainer.training_step.test_sub_batches import (
+    SINGLE,
+    WIDTH,
+    Deep,
+    RunsOut,
+    equal,
+    fit,
+    large,
+    three_parts,
+)
 from tests.trainer.training_step.test_whole_batch import TruePeak
 
 SGD = torch.optim.SGD
@@ -104,6 +113,28 @@ class Seldom(Counts):
 def test_a_change_that_the_check_did_not_see_is_refused():
     with pytest.raises(ConfigError, match="'steps', which training_step sets in some batches alone"):
         fit(Seldom(), sub_batches=2)
+
+
+class Interrupted(RunsOut):
+    """Memory seems to run out in a part; a moving average, and a buffer that a retry puts back and no step changes."""
+
+    def __init__(self, at):
+        super().__init__(at)
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def training_step(self, batch, index):
+        with torch.no_grad():
+            self.average.mul_(0.5).add_(self.net[0].bias, alpha=0.5)
+        return self.scale * super().training_step(batch, index) + self.average.square().mean()
+
+
+@pytest.mark.parametrize("at", [7, 8])
+def test_a_part_that_runs_again_finds_what_it_found(at):
+    plain, cut = three_parts(Interrupted(0)), three_parts(Interrupted(at))
+    assert RunsOut.failed == 1
+    assert parts.same(plain.module.state_dict(), cut.module.state_dict())
+    assert plain.module.average.any()
 
 
 class Dice(Deep):

@@ -64,6 +64,7 @@ class SubBatches(Layer):
         self._held: list[tuple[nn.Parameter, Tensor]] = []
         self._statistics: RunningStatistics | None = None
         self._own: OwnChanges | None = None
+        self._watched, self._n_runs = False, 0
 
     def check(self, trainer: Any, module: LightningModule) -> None:
         """Refuse a run whose batches cannot be split.
@@ -128,6 +129,7 @@ class SubBatches(Layer):
         if fresh:
             _free_gradients(module)
         own.note()
+        self._n_runs = 0
         step = replace(step, beside_bytes=own.n_bytes)
         for index, part in enumerate(parts):
             statistics.begin(index)
@@ -136,7 +138,8 @@ class SubBatches(Layer):
             run, finish = partial(self._logged, index, step.run), partial(joined.take, index)
             inputs = (part.batch, *more), named
             output = rest.forward(replace(step, run=run, inputs=inputs, finish=finish, later=index > 0))
-            if index == 0 and (name := own.unforeseen()):
+            # a retry writes what it puts back
+            if index == 0 and self._watched and self._n_runs == 1 and (name := own.unforeseen()):
                 raise set_otherwise(name, "in some batches alone")
             if output is None:  # Lightning skips such a batch
                 self._end_statistics()
@@ -158,6 +161,7 @@ class SubBatches(Layer):
 
     def _logged(self, index: int, inner: Run, *args: Any, **kwargs: Any) -> Any:
         self.logs.begin(index)
+        self._n_runs += 1
         return inner(*args, **kwargs)
 
     def _number(self, step: Step) -> int:
@@ -218,7 +222,7 @@ class SubBatches(Layer):
             checked = check_mean(module, lambda few: inner(few, *more, **named), batch, half=half)
         finally:
             self.logs.close()
-        self._own = OwnChanges(module, checked.changed)
+        self._own, self._watched = OwnChanges(module, checked.changed), not checked.unknown
         if checked.unknown and self._refusal is not None:
             raise self._refusal  # nobody has said that it is one
         if checked.unknown:
