@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -57,13 +58,18 @@ def why_not_in_parts(
     with trainer.precision_plugin.train_step_context():
         half = computes_in_half(module.device.type, module.parameters())
     least = LEAST_SAMPLES if batch_norm_of(module) else 1
-    peaks = SubBatchPeaks(
-        lambda inputs: account(inputs[0][0]), gradient_sizes(module), ((batch,), {}), budget_bytes, least_samples=least
-    )
     try:
         checked = check_mean(module, step, batch, half=half)
-        peaks.copied_bytes = 2 * OwnChanges(module, checked.changed).n_bytes  # the retry's copies, too
-        return checked.unknown or ("" if peaks.fewest(whole=False) > 0 else NO_NUMBER_FITS)
+        if checked.unknown:
+            return checked.unknown
+        copied_bytes = 2 * OwnChanges(module, checked.changed).n_bytes  # the retry's copies, too
+
+        def of_part(inputs: Any) -> BatchAccount:
+            found = account(inputs[0][0])
+            return replace(found, copied_bytes=found.copied_bytes + copied_bytes)
+
+        peaks = SubBatchPeaks(of_part, gradient_sizes(module), ((batch,), {}), budget_bytes, least_samples=least)
+        return "" if peaks.fewest(whole=False) > 0 else NO_NUMBER_FITS
     except ConfigError as error:  # no mean
         return error.problem
     except Exception as error:  # whatever the user's step raises on tensors without data, as on a smaller batch

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from ctdr_lightning.basics.torch_private import foreach_copy_
 from ctdr_lightning.memory.values.tensors import version_of
 from ctdr_lightning.trainer.training_step.sub_batches.batch_norm import BY_BATCH
 
@@ -63,9 +64,11 @@ class OwnChanges:
 
     def put_back(self) -> None:
         """Undo the changes of a part."""
-        with torch.no_grad():
-            for (held, leaf), (tensor, copied) in zip(self._places, self._before, strict=True):
-                held[leaf] = tensor.copy_(copied)
+        if self._before:
+            with torch.no_grad():
+                foreach_copy_([tensor for tensor, _ in self._before], [copied for _, copied in self._before])
+        for (held, leaf), (tensor, _) in zip(self._places, self._before, strict=True):
+            held[leaf] = tensor  # the step may have assigned another
 
     def forget(self) -> None:
         """Drop the copies."""

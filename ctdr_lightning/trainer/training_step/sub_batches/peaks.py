@@ -8,7 +8,6 @@ layer, and convolution algorithms by their workspace, which the libraries choose
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -44,9 +43,6 @@ class SubBatchPeaks:
         budget_bytes: The budget.
         policy: The memory policy's name.
         least_samples: Fewest samples of a part.
-
-    Attributes:
-        copied_bytes: Copies that remain while parts run; may be set.
     """
 
     def __init__(
@@ -60,7 +56,6 @@ class SubBatchPeaks:
     ) -> None:
         self._account_of, self._sizes, self._inputs = account, sizes, inputs
         self._limit_bytes, self._policy, self._least_samples = int(budget_bytes / _ROOM), policy, least_samples
-        self.copied_bytes = 0
         self._peaks: dict[int, int] = {}
         self._known: dict[int, BatchAccount] = {}
 
@@ -137,9 +132,7 @@ class SubBatchPeaks:
         (batch, *more), named = self._inputs
         inputs = ((parts_of(batch, number)[0].batch, *more), named)
         account = self._account_of(inputs)
-        if number == 1:
-            return account
-        return replace(account.adding(self._sizes), copied_bytes=account.copied_bytes + self.copied_bytes)
+        return account if number == 1 else account.adding(self._sizes)
 
 
 def fake_steps(trainer: Any, module: LightningModule, lean_step: LeanStep) -> Callable[[Inputs], Trace]:

@@ -80,8 +80,6 @@ class SubBatches(Layer):
         """Leave a batch that is under way."""
         self.logs.close()
         self._held = []
-        if self._own is not None:
-            self._own.forget()
         self._end_statistics()
 
     def forward(self, step: Step, rest: Chain) -> Any:
@@ -105,6 +103,8 @@ class SubBatches(Layer):
             return self._in_parts(step, rest, parts_of(step.inputs[0][0], number))
         finally:
             self.logs.close()
+            if self._own is not None:
+                self._own.forget()
 
     def backward(self, loss: Tensor, rest: Backward) -> None:
         """The last sub-batch's backward adds to the gradients of the others."""
@@ -150,7 +150,6 @@ class SubBatches(Layer):
                 _backward(module, output)
                 del output
                 rest.done()
-        own.forget()
         self._held = _taken(module) if fresh else []
         return output
 
