@@ -1,11 +1,15 @@
-"""Free memory of this machine, and the share of it that one process may take."""
+"""Memory of this machine: how much is free, the share that one process may take, and what a function takes."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+
+from ctdr_lightning.basics.torch_private import start_watching, stop_watching
 
 _CGROUP = Path("/sys/fs/cgroup")
 # Pinned memory cannot be swapped, and data loaders and the page cache live from the rest.
@@ -63,3 +67,25 @@ def _left_in_group() -> int | None:
     except (OSError, ValueError):
         return None
     return max(int(limit) - int(used) + int(stat.get("inactive_file", 0)), 0) if limit.isdigit() else None
+
+
+def allocations_of(run: Callable[[], object]) -> list[int]:
+    """Run a function in a thread of its own, undisturbed by any running profiler, and record its memory.
+
+    Args:
+        run: The function; no mode of the calling thread is active in it.
+
+    Returns:
+        As `stop_watching`.
+    """
+
+    def watched() -> list[int]:
+        start_watching()
+        try:
+            run()
+        finally:
+            sizes = stop_watching()
+        return sizes
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(watched).result()

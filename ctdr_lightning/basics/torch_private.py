@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sized
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -134,10 +133,12 @@ for _name in ("CUDA", "XPU", "MPS", "HPU", "PrivateUse1"):
 #   _schema, _overloadname, _overloadpacket  arguments read and written, returns: `torch.library` has no reader
 #   _op_dk  one kernel of an op: the composed one, where a decomposition in Python would be taken first
 #   _forward_hooks and its kin  a module's hooks: they can be added and removed, but not counted
+#   _backward_hooks, _post_accumulate_grad_hooks  a tensor's, which run on its gradient
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_GRADIENTS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _OF_TENSORS = ("_version", "_base", "_is_view", "_indices", "_values", "_is_zerotensor", "_make_wrapper_subclass")
 _ATTRIBUTES: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (torch.Tensor, _OF_TENSORS),
+    (torch.Tensor, (*_OF_TENSORS, *_OF_GRADIENTS)),
     (torch.UntypedStorage, ("_cdata",)),
     (torch.nn.Identity(), _HOOKS),
     (torch.ops.aten.relu.default, ("_schema", "_overloadname", "_overloadpacket", "_op_dk")),
@@ -159,6 +160,11 @@ except ImportError:  # then torch's own way does
 def hooks_of(module: torch.nn.Module) -> list[Sized]:
     """A module's own collections of hooks, those of its backward included: their lengths tell how many it has."""
     return [getattr(module, name) for name in _HOOKS]
+
+
+def gradient_hooks_of(tensor: torch.Tensor) -> list[Any]:
+    """The functions that run on a leaf's gradient, in each backward: before it is added up, and after."""
+    return [hook for name in _OF_GRADIENTS for hook in (getattr(tensor, name) or {}).values()]
 
 
 class OpMode(TorchDispatchMode):
@@ -196,28 +202,6 @@ def stop_watching() -> list[int]:
     """
     records = _disable_profiler_legacy()
     return [e.cpu_memory_usage() for thread in records for e in thread if e.kind() == "memory_alloc"]
-
-
-def allocations_of(run: Callable[[], object]) -> list[int]:
-    """Run a function in a thread of its own, undisturbed by any running profiler, and record its memory.
-
-    Args:
-        run: The function; no mode of the calling thread is active in it.
-
-    Returns:
-        As `stop_watching`.
-    """
-
-    def watched() -> list[int]:
-        start_watching()
-        try:
-            run()
-        finally:
-            sizes = stop_watching()
-        return sizes
-
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(watched).result()
 
 
 @contextmanager
@@ -359,7 +343,6 @@ __all__ = [
     "SetKeyExcluded",
     "StorageWeakRef",
     "TorchDispatchMode",
-    "allocations_of",
     "as_composite",
     "cuda_thought_available",
     "current_autograd_node",
@@ -368,6 +351,7 @@ __all__ = [
     "fake_devices_hidden",
     "foreach_copy_",
     "free_unused_pinned_memory",
+    "gradient_hooks_of",
     "graph_task_id",
     "group_store",
     "higher_order_utils",

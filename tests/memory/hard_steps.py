@@ -735,6 +735,28 @@ def a_backward_through_the_backward() -> Made:
 
 
 @hard
+def weights_that_move_between_two_backwards() -> Made:
+    """Sharpness-aware minimization: up the gradient, and down from there."""
+
+    def step(net: nn.Module) -> Tensor:
+        on_images(net).backward()
+        weights = list(net.parameters())
+        with torch.no_grad():
+            norm = torch.stack([weight.grad.norm() for weight in weights]).norm()
+            moves = [weight.grad * (0.05 / norm) for weight in weights]
+            for weight, move in zip(weights, moves, strict=True):
+                weight.add_(move)
+        net.zero_grad()
+        loss = on_images(net)
+        with torch.no_grad():
+            for weight, move in zip(weights, moves, strict=True):
+                weight.data.sub_(move)
+        return loss
+
+    return convs(), step
+
+
+@hard
 def vmap_over_a_functional_call() -> Made:
     def step(net: nn.Module) -> Tensor:
         weights = {name: p * 1.5 for name, p in net.named_parameters()}

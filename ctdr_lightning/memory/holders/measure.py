@@ -21,8 +21,9 @@ import torch
 from scipy.optimize import nnls
 from torch import Tensor
 
+from ctdr_lightning.basics.host_memory import allocations_of
 from ctdr_lightning.basics.thread_clock import now_s
-from ctdr_lightning.basics.torch_private import allocations_of, no_dispatch_modes
+from ctdr_lightning.basics.torch_private import no_dispatch_modes
 from ctdr_lightning.memory.codecs import CODECS, Codec, decode, encode
 from ctdr_lightning.memory.holders.away import AwayTensor
 from ctdr_lightning.memory.holders.base import Holder, HolderOptions, Holders

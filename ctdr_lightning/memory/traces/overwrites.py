@@ -31,11 +31,12 @@ def pin_what_cannot_wait(trace: Trace) -> Trace:
 
 
 def _last_needs(trace: Trace, released: list[int]) -> list[int]:
-    """For each value, the last tick at which a replay could read it, if all were dropped that can be."""
+    """For each value, the last tick at which a replay could read it, if all without a pin were dropped."""
     need = list(released)
     for index in reversed(range(len(trace.ops))):
         op = trace.ops[index]
-        until = max((need[v] for v in op.outputs if v >= 0 and trace.values[v].op == index), default=-1)
+        made = [v for v in op.outputs if v >= 0 and trace.values[v].op == index and not trace.values[v].pin]
+        until = max((need[v] for v in made), default=-1)
         for source in op.inputs:
             need[source] = max(need[source], until)
     return need

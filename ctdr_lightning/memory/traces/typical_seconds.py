@@ -17,12 +17,16 @@ def steady(traces: Sequence[Trace]) -> Trace:
     Also worth while for a single one.
 
     Args:
-        traces: Recordings with the same ops.
+        traces: Recordings with the same ops; of three or more the first is left out if it alone has others, as where a
+            step makes something once.
 
     Raises:
         ConfigError: If there is none, or when they differ in their ops.
     """
-    if not traces or any([op.name for op in t.ops] != [op.name for op in traces[0].ops] for t in traces):
+    names = [[op.name for op in trace.ops] for trace in traces]
+    if len(traces) > 2 and names[0] != names[1]:
+        traces, names = traces[1:], names[1:]
+    if any(found != names[-1] for found in names) or not traces:
         raise ConfigError(f"traces: {len(traces)} recordings do not show the same ops.", "Record the same step again.")
     last = traces[-1]
     kinds = [_kind(last, op) for op in last.ops]

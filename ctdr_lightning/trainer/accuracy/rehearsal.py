@@ -8,12 +8,14 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
 from ctdr_lightning.basics.duplicate import duplicate
+from ctdr_lightning.basics.torch_private import tree_map_only
 from ctdr_lightning.trainer.accuracy.own_loaders import own_loader
 from ctdr_lightning.trainer.fake_trainer import optimizers_of
 from ctdr_lightning.trainer.modules import overrides
@@ -98,7 +100,25 @@ def run_step(module: LightningModule, trainer: Any, name: str, batch: Any, batch
     indices = (("batch_idx", batch_idx, 2), ("dataloader_idx", 0, 3))
     given = [value for key, value, least in indices if is_param_in_hook_signature(step, key, min_args=least)]
     with plugin.train_step_context() if name == "training_step" else plugin.val_step_context():
-        return step(batch, *given)
+        try:
+            return step(_as_drawn(batch), *given)
+        except RuntimeError:
+            if torch.is_grad_enabled():
+                raise
+        with torch.enable_grad():  # the step itself may ask for a gradient, as gradient penalties do
+            return step(_as_drawn(batch), *given)
+
+
+def _as_drawn(batch: Any) -> Any:
+    """A batch without the traces of a step that ran on it: entries taken out of a dict, gradients of its tensors."""
+
+    def cleaned(tensor: Tensor) -> Tensor:
+        if tensor.is_leaf and tensor.requires_grad:
+            tensor.grad = None
+            tensor.requires_grad_(False)
+        return tensor
+
+    return tree_map_only(Tensor, cleaned, batch)
 
 
 def training_batches(trainer: Any, module: LightningModule, count: int) -> Iterator[Any]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ctdr_lightning.basics.errors import ConfigError
-from ctdr_lightning.basics.torch_private import allocations_of
+from ctdr_lightning.basics.host_memory import allocations_of
 from ctdr_lightning.memory.codecs import CODECS, decode, encode, sign
 from ctdr_lightning.memory.codecs.packing import pack_bits, unpack_as, unpack_bits
 from ctdr_lightning.memory.holders.measure import _line, measure_codecs

@@ -51,6 +51,13 @@ def test_pins_go_on_along_lost_values():
     assert pinned(make([(0,), (1,), (2,)], saves={3: 9}, lost={1: 4}, pins={1: "random"})) == [1, 2]
 
 
+def test_what_led_to_a_pinned_value_is_not_pinned_for_it():
+    """As where a gradient moves a weight: what the weight becomes is not made again."""
+    ops = [(0,), (1,), (2,)]
+    assert pinned(make(ops, saves={1: 3, 3: 9}, lost={0: 4}, pins={3: "written over a tensor from before"})) == [3]
+    assert pinned(make(ops, saves={1: 3, 3: 9}, lost={0: 4})) == [1]
+
+
 def test_what_autograd_awaits_though_it_was_overwritten_is_pinned():
     trace = make([(0,), (1,)], saves={1: 9}, lost={1: 5})
     assert trace.values[1].pin == "overwritten while autograd awaits it"

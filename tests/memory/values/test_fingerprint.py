@@ -94,7 +94,7 @@ def test_signs_alone():
 
 
 def test_no_memory_of_torchs_is_taken_on_a_processor():
-    from ctdr_lightning.basics.torch_private import allocations_of
+    from ctdr_lightning.basics.host_memory import allocations_of
 
     dense, last = torch.randn(4, 8, 64, 64), torch.randn(4, 8, 64, 64).to(memory_format=torch.channels_last)
     assert allocations_of(lambda: (of_tensor(dense), of_tensor(last), of_storage(dense.untyped_storage()))) == []

@@ -244,7 +244,46 @@ class Shifting(Sorter):
         return self.loss(self.net(x.roll(shift, 1)), batch[1])
 
 
-READING = {"metric": partial(Sorter, counting), "distribution": partial(Sorter, likelihood), "draws": Shifting}
+class Emptying(Sorter):
+    """Takes its batch apart."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step([batch.pop(0), batch.pop(0)], batch_idx)
+
+
+class Penalised(Sorter):
+    """Asks for the gradient of its batch."""
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0].requires_grad_()
+        logits = self.net(x)
+        slopes = torch.autograd.grad(logits.logsumexp(1).sum(), x, create_graph=True)[0]
+        return self.loss(logits, batch[1]) + slopes.square().sum(1).mean()
+
+
+class Lazy(Sorter):
+    """Its first step alone sets a scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.zeros(()))
+        self.seen = False
+
+    def training_step(self, batch, batch_idx):
+        if not self.seen:
+            self.scale.fill_(2)
+            self.seen = True
+        return super().training_step([batch[0] * self.scale, batch[1]], batch_idx)
+
+
+READING = {
+    "metric": partial(Sorter, counting),
+    "distribution": partial(Sorter, likelihood),
+    "draws": Shifting,
+    "empties": Emptying,
+    "penalty": Penalised,
+    "once": Lazy,
+}
 
 
 @pytest.mark.slow

@@ -311,6 +311,20 @@ class Reads(Deep):
         return super().training_step(batch, index)
 
 
+class Clamps(Deep):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.net[0].weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+
+
+class Updates(Deep):
+    """An optimizer of the user's own, in the backward."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.net[0].weight.register_post_accumulate_grad_hook(lambda weight: weight.data.sub_(0.1 * weight.grad))
+
+
 class Sums(Deep):
     def training_step(self, batch, index):
         return F.cross_entropy(self.net(batch[0]), batch[1], reduction="sum")
@@ -351,6 +365,8 @@ class Normalises(Deep):
         (Manual, [], {}, "manual optimization"),
         (Backward, [], {}, "Backward.backward is the module's own"),
         (Reads, [], {}, "Reads.training_step reads the last step's gradients"),
+        (Clamps, [], {}, "a hook on the gradient of 'net.0.weight' would run once a part"),
+        (Updates, [], {}, "a hook on the gradient of 'net.0.weight' would run once a part"),
         (Deep, [], {"loader": data(4, 1)}, "the batch has 1 sample"),
         (Sums, [], {}, "The loss is not a mean over samples"),
         (Weighted, [], {}, "The loss is not a mean over samples"),
@@ -519,6 +535,22 @@ class Unfixed(OneByOne):
 def test_a_loss_between_samples_is_not_taken_for_a_mean_where_it_draws(kind):
     with pytest.warns(UserWarning, match="could not be checked: it differs in parts, which may be for what it draws"):
         fit(kind(), sub_batches=2, max_epochs=1)
+
+
+class Penalty(Deep):
+    """Asks for a gradient, which the check of the loss has no graph for at first, and empties its batch."""
+
+    def training_step(self, batch, index):
+        rows = batch.pop(0).requires_grad_()
+        score = self.net(rows)
+        (slopes,) = torch.autograd.grad(score.sum(), rows, create_graph=True)
+        return F.cross_entropy(score, batch.pop(0)) + slopes.square().sum(1).mean()
+
+
+def test_a_loss_with_a_gradient_in_it_is_checked(recwarn):
+    plain, cut = fit(Penalty(), max_epochs=1), fit(Penalty(), sub_batches=3, max_epochs=1)
+    equal(plain.gradients, cut.gradients, SINGLE)
+    assert not any("could not be checked" in str(warning.message) for warning in recwarn)
 
 
 def test_a_loss_that_cannot_be_checked_is_said():

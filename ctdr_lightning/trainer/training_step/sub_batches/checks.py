@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from ctdr_lightning.basics.errors import ConfigError, first_line
+from ctdr_lightning.basics.torch_private import gradient_hooks_of, tree_map_only
 from ctdr_lightning.trainer.modules import overrides
 from ctdr_lightning.trainer.training_step.layers import loss_of
 from ctdr_lightning.trainer.training_step.optimizer.gradient_readers import gradient_reader
@@ -50,9 +51,17 @@ def sub_batch_hindrance(trainer: Any, module: LightningModule) -> str:
             return f"{type(module).__name__}.{name} is the module's own"
     if overrides(trainer.precision_plugin, "pre_backward"):
         return f"{type(trainer.precision_plugin).__name__}.pre_backward changes the loss"
-    reason = loop_hindrance(trainer, module)
+    reason = loop_hindrance(trainer, module) or _hooked(module)
     reader = "" if reason else gradient_reader(module, trainer.callbacks)
     return f"{reader} reads the last step's gradients" if reader else reason
+
+
+def _hooked(module: nn.Module) -> str:
+    """That a gradient has a hook, which would run on the gradient of each part: clipping there is not the batch's."""
+    hooks = ((name, hook) for name, weight in module.named_parameters() for hook in gradient_hooks_of(weight))
+    others = (name for name, hook in hooks if not getattr(hook, "__module__", "").startswith("ctdr_lightning."))
+    name = next(others, "")
+    return f"a hook on the gradient of '{name}' would run once a part" if name else ""
 
 
 @dataclass(frozen=True)
@@ -83,17 +92,22 @@ def check_mean(module: LightningModule, step: Step, batch: Any, *, half: bool) -
     Raises:
         ConfigError: If it is no mean, or if the step changes the module by the samples of its batch.
     """
-    found = _checked(module, step, batch, half, large=False)
-    # copies of a whole frozen network are made only where a step writes it
-    return _checked(module, step, batch, half, large=True) if found.unknown.startswith(_CHANGES) else found
+    found = _checked(module, step, batch, half)
+    if not found.unknown:
+        return found
+    # Copies of a whole frozen network are made only where a step writes it, graphs where it asks for a gradient.
+    large = found.unknown.startswith(_CHANGES)
+    return _checked(module, step, batch, half, large=large, graphs=not large)
 
 
-def _checked(module: LightningModule, step: Step, batch: Any, half: bool, *, large: bool) -> Checked:
+def _checked(
+    module: LightningModule, step: Step, batch: Any, half: bool, *, large: bool = False, graphs: bool = False
+) -> Checked:
     groups = [cut(batch, first, first + _SAMPLES) for first in _firsts(n_samples(batch))]
     snapshot = Snapshot({"module": module, "batch": batch}, set(), most_bytes=math.inf, large=large)
     tolerance = _TOLERANCE_HALF if half else _TOLERANCE
     try:
-        with torch.no_grad(), _in_single_precision(), WriteGuard(snapshot.copied, snapshot.drawn_from):
+        with torch.set_grad_enabled(graphs), _in_single_precision(), WriteGuard(snapshot.copied, snapshot.drawn_from):
             changed = _own_changes(module, _Losses(module, step, snapshot), groups[0])
             reasons = (_compare(module, _Losses(module, step, snapshot), few, tolerance) for few in groups)
             return Checked(next((reason for reason in reasons if reason), ""), changed)
@@ -209,7 +223,7 @@ class _Losses:
         self._snapshot.put_back()
         versions = noted(self._module)
         with _evaluating(self.silenced), FixedDraws(before, drawn) as draws:
-            loss = loss_of(self._step(batch))
+            loss = loss_of(self._step(tree_map_only(Tensor, lambda tensor: tensor, batch)))  # it may pop from a dict
         self.drew |= self._snapshot.has_drawn
         if loss is None:
             raise RuntimeError("training_step returned no loss")
