@@ -176,9 +176,9 @@ class FitRun:
         plans = self._options.plans_memory
         check_device(trainer.strategy.root_device, plans=plans, allow_untested=untested)
         check_callbacks(trainer, callback, cuts=cuts, staged=recovery is not None and recovery.staged)
-        unbounded = plans and self._options.memory_budget is None
-        moves, distills = self._options.offload is not None, recovery is not None and recovery.distill
-        check_compiled(module, plans=unbounded, moves=moves, distills=distills)
+        bounded, moves = self._options.memory_budget is not None, self._options.offload is not None
+        distills = recovery is not None and recovery.distill
+        check_compiled(module, plans=plans, bounded=bounded, moves=moves, distills=distills)
 
     def _cut_if_asked(self, trainer: Trainer, module: LightningModule) -> None:
         if not self.surgeon.decomposes:

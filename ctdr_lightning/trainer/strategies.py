@@ -16,7 +16,7 @@ from torch import nn
 
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.gpu_memory import synchronize
-from ctdr_lightning.memory.tape.module_paths import is_fsdp_unit
+from ctdr_lightning.memory.tape.module_paths import has_compiled_forward, is_fsdp_unit
 from ctdr_lightning.trainer.modules import has_compiled_step
 
 _TESTED = ("SingleDeviceStrategy", "DDPStrategy")
@@ -202,12 +202,13 @@ def check_callbacks(trainer: Any, callback: Any, *, cuts: bool, staged: bool) ->
             )
 
 
-def check_compiled(module: object, *, plans: bool, moves: bool, distills: Any) -> None:
-    """Check the limits for a module whose whole step is compiled.
+def check_compiled(module: nn.Module, *, plans: bool, bounded: bool, moves: bool, distills: Any) -> None:
+    """Check the limits for a module that is compiled, its whole step or a part.
 
     Args:
         module: The LightningModule.
-        plans: Whether memory is to be planned without a budget; the user is warned that it is not.
+        plans: Whether memory is to be planned; the user is warned that a compiled part is not compiled then.
+        bounded: Whether there is a budget; without one the user is warned that a compiled step has no plan.
         moves: Whether saved tensors are to be put away; the user is warned that they are not.
         distills: Whether a teacher is to be listened to.
 
@@ -215,13 +216,19 @@ def check_compiled(module: object, *, plans: bool, moves: bool, distills: Any) -
         ConfigError: If a teacher is, whose term would have to enter the compiled step.
     """
     if not has_compiled_step(module):
+        part = next((name for name, inner in module.named_modules() if name and has_compiled_forward(inner)), "")
+        if plans and part:
+            rank_zero_warn(
+                f"CTDR: '{part}' is compiled, but runs op by op where a step is planned, as torch compiles nothing "
+                "beneath a plan. torch.compile(module), called on the whole LightningModule, is compiled with its plan."
+            )
         return
     if distills:
         raise ConfigError(
             "recovery.distill is given for a module whose training_step is compiled.",
             "Compile a submodule instead (module.net.compile()), or leave distill out.",
         )
-    if plans:
+    if plans and not bounded:
         rank_zero_warn(
             "CTDR: the module is compiled, so torch's partitioner chooses the kept tensors; policy is not used without "
             "memory_budget. Write memory_budget, or compile a submodule."

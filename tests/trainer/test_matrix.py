@@ -123,6 +123,33 @@ def test_compiled_modules_run_decomposed(when):
     assert torch.allclose(compiled, run(lambda module: module), atol=1e-5)
 
 
+class Logged(Silent):
+    """Lightning's ``log`` cannot be compiled, which leaves it outside of the graph."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        self.log_dict({"again": loss})
+        return loss
+
+
+@pytest.mark.slow
+def test_a_compiled_step_may_log(monkeypatch):
+    monkeypatch.setattr(memory_stage, "CompileBackend", partial(CompileBackend, engine="aot_eager"))
+    torch._dynamo.reset()
+    callback = CTDRCallback(rank=None, memory_budget="1GiB", verbose=False)
+    trainer = parts.fit(torch.compile(Logged(), backend="aot_eager"), callback, max_epochs=1)
+    assert len(callback.run.memory.last_backend.graphs) == 1
+    assert trainer.callback_metrics["again"] == trainer.callback_metrics["loss"] > 0
+
+
+def test_a_compiled_part_is_said_to_run_op_by_op():
+    module = Silent()
+    module.net.compile(backend="eager")
+    with pytest.warns(UserWarning, match="'net' is compiled, but runs op by op"):
+        parts.fit(module, CTDRCallback(rank=None, memory_budget="1GiB", verbose=False), max_epochs=1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [pytest.param(1.0, marks=pytest.mark.slow), 0.85])
 def test_a_compiled_step_keeps_to_the_budget(monkeypatch, share):

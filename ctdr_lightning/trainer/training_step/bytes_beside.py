@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from lightning.pytorch import LightningModule
 
@@ -13,12 +13,11 @@ from ctdr_lightning.memory.account.batch import BatchAccount, with_room
 from ctdr_lightning.memory.guide.events import Event
 from ctdr_lightning.memory.holders.optimizer_bytes import predict
 from ctdr_lightning.memory.traces.optimizer import NO_OPTIMIZER
-from ctdr_lightning.trainer.modules import overrides
 from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.training_step.batch_meter import BatchMeter
 from ctdr_lightning.trainer.training_step.events import ClosureMeasured, GradientsRead, RestGrew
 from ctdr_lightning.trainer.training_step.optimizer.gradient_readers import gradient_reader
-from ctdr_lightning.trainer.training_step.optimizer.resident import gradient_sizes, local_bytes, state_bytes
+from ctdr_lightning.trainer.training_step.optimizer.resident import adds_up, gradient_sizes, local_bytes, state_bytes
 from ctdr_lightning.trainer.training_step.retry.snapshot import MODULE, OPTIMIZERS, Snapshot
 from ctdr_lightning.trainer.training_step.surprises import Surprises
 
@@ -64,7 +63,7 @@ class BytesBeside:
         self._foreseen_bytes = found.temporary
         self.optimizer = replace(found, state=max(found.state, self._state_bytes))
         reader = gradient_reader(module, trainer.callbacks) if self._options.keep_gradients is None else ""
-        keeps = self._options.keep_gradients or bool(reader) or overrides(module, "optimizer_zero_grad")
+        keeps = self._options.keep_gradients or bool(reader)
         gradient_bytes = local_bytes(p for p in module.parameters() if p.requires_grad)
         self.kept_bytes = gradient_bytes if keeps and module.automatic_optimization else 0
         # a step that frees gradients itself may be put back: those that it found wait for that until it is over
@@ -99,8 +98,7 @@ class BytesBeside:
             # the retry comes to copy them, too
             copied_bytes += with_room(Snapshot(roots, set()).copied_bytes + self.own_bytes)
         account = replace(self.account(step), kept_bytes=0, copied_bytes=copied_bytes)
-        adds = cast(Any, module.trainer).accumulate_grad_batches > 1
-        return account.adding(gradient_sizes(module)) if adds else account
+        return account.adding(gradient_sizes(module)) if adds_up(module.trainer) else account
 
     def unexplained_bytes(self, allocated_bytes: int) -> int:
         """Bytes of a GPU's allocator between two steps that neither the known tensors nor ``held_bytes`` explain.

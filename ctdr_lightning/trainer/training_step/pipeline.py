@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
@@ -61,6 +62,8 @@ class StepRunner:
             backend = self._memory.backend_of(module)
             if backend is not None:
                 self._patches.put(module, "training_step", lambda step: compiled_anew(step, backend))
+            for name in ("log", "log_dict"):  # they ask for the signature of training_step, on which Dynamo fails
+                self._patches.put(module, name, torch.compiler.disable)
             return
         for name, run in (("training_step", self._run), ("backward", self._backward)):
             self._patches.put(module, name, functools.partial(functools.partial, run, module))

@@ -30,7 +30,7 @@ from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.training_step.advice import Adviser, optimizer_does_not_fit
 from ctdr_lightning.trainer.training_step.bytes_beside import BytesBeside
 from ctdr_lightning.trainer.training_step.device import tensors_of
-from ctdr_lightning.trainer.training_step.optimizer.resident import gradient_sizes, local_bytes, state_bytes
+from ctdr_lightning.trainer.training_step.optimizer.resident import adds_up, gradient_sizes, local_bytes, state_bytes
 from ctdr_lightning.trainer.training_step.shared_plans import SharedPlans
 from ctdr_lightning.trainer.training_step.sub_batches.batch_norm import LEAST_ASKED, LEAST_SAMPLES, batch_norm_of
 from ctdr_lightning.trainer.training_step.sub_batches.checks import sub_batch_hindrance
@@ -127,8 +127,7 @@ class BatchPlanner:
 
         Later batches of an accumulation add to the gradients of the first one, and so do later parts of a batch.
         """
-        trainer: Any = self._module.trainer
-        adds = trainer.accumulate_grad_batches > 1 or isinstance(self._options.sub_batches, int)
+        adds = adds_up(self._module.trainer) or isinstance(self._options.sub_batches, int)
         first = self._ends_the_run and not self.n_planned and self.budget_bytes is not None
         judged = adds and first and self._module.automatic_optimization
         return account.adding(gradient_sizes(self._module)) if judged else account

@@ -12,6 +12,7 @@ from ctdr_lightning.trainer.groups import grouped
 from ctdr_lightning.trainer.reports.event_words import words_of
 from ctdr_lightning.trainer.training_step.optimizer.gradient_readers import gradient_reader
 from tests import parts
+from tests.trainer.true_peaks import Peaks
 
 WIDTH = 256
 seen = []
@@ -46,6 +47,13 @@ class ReadsUnseen(Plain):
         return super().training_step(batch, index)
 
 
+class Fills(Plain):
+    """Its gradients stay for good, so that each backward adds to them."""
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        optimizer.zero_grad(set_to_none=False)
+
+
 class Watches(Callback):
     def on_before_zero_grad(self, trainer, module, optimizer):
         seen.append(any(p.grad is not None for p in module.parameters()))
@@ -78,6 +86,13 @@ def test_where_code_reads_them_they_are_kept_and_counted(kind, callbacks, named)
     assert any(named in event for event in events)
     assert not any("freed before" in event for event in events)
     assert seen == [False, True, True, True]
+
+
+def test_where_they_are_filled_with_zeros_they_are_counted_in_the_backward_too():
+    watch = Peaks()
+    fit(Fills(), "5.3MiB", watch)
+    assert len(watch.bytes) == 4
+    assert max(watch.bytes) <= 5.3 * 2**20
 
 
 def test_the_option_says_it_for_good():

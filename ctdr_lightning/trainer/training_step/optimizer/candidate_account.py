@@ -22,6 +22,7 @@ from ctdr_lightning.trainer.groups import IN_8_BITS
 from ctdr_lightning.trainer.modules import SMALL_ELEMENTS
 from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.strategies import bucket_bytes
+from ctdr_lightning.trainer.training_step.optimizer.resident import adds_up
 from ctdr_lightning.trainer.training_step.retry.reachable import reachable
 from ctdr_lightning.trainer.training_step.retry.snapshot import MODULE, few_attributes
 
@@ -54,7 +55,7 @@ def candidate_account(
     account = BatchAccount(beside, taken, kept_bytes=kept_bytes, copied_bytes=copied_bytes)
     if inside:
         return account.stepping_inside(sizes, taken)
-    return account.adding(sizes) if trainer.accumulate_grad_batches > 1 else account
+    return account.adding(sizes) if adds_up(trainer) else account
 
 
 def _waits(options: CallbackOptions, *, on_cpu: bool) -> Waits:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from ctdr_lightning.memory.holders.optimizer_state import state_away_of
 from ctdr_lightning.memory.holders.optimizer_state_tensors import state_tensors
 from ctdr_lightning.memory.values.tensors import own_part, storage_bytes
+from ctdr_lightning.trainer.modules import overrides
 
 
 def local_bytes(tensors: Iterable[Tensor]) -> int:
@@ -31,7 +32,17 @@ def begins_sum(trainer: Any) -> bool:
         trainer: In training, with automatic optimization.
     """
     begins: bool = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
-    return begins
+    return begins and not _frees_by_itself(trainer)
+
+
+def adds_up(trainer: Any) -> bool:
+    """Whether backwards of a run may add to gradients that exist."""
+    return trainer.accumulate_grad_batches > 1 or _frees_by_itself(trainer)
+
+
+def _frees_by_itself(trainer: Any) -> bool:
+    """Whether the module has its own way to free gradients, which may fill them with zeros."""
+    return trainer.lightning_module is not None and overrides(trainer.lightning_module, "optimizer_zero_grad")
 
 
 def kept_in(optimizer: torch.optim.Optimizer, *, other_than: str) -> str:
