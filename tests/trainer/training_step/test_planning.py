@@ -37,6 +37,7 @@ def planner(budget_bytes, batch=0, **options):
     made.attach(
         SimpleNamespace(
             trainer=SimpleNamespace(
+                lightning_module=None,
                 is_global_zero=True,
                 accumulate_grad_batches=1,
                 optimizers=[],
