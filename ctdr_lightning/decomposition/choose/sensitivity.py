@@ -33,6 +33,9 @@ from ctdr_lightning.decomposition.shapes.layer_kinds import KINDS, kind_of
 # Of the largest eigenvalue: 1e-2 to 1e-4 are told to be enough; smaller ones let the factors grow where no input was.
 _REGULARIZATION = 1e-3
 _GRADIENT_BATCHES = 4
+# Inputs of a layer. The covariance of so many takes 128 MiB, its eigenvalues 10 s on a core; those of a VGG's 25,088
+# took 5 GiB and over 10 minutes. Wider layers go by their weights.
+_MOST_INPUTS = 4096
 
 
 @dataclass
@@ -98,7 +101,7 @@ def gather(model: nn.Module, layers: Sequence[Layer], batches: Batches) -> Evide
         whitening={
             layer.name: _whitening(sums[layer.name])
             for layer in layers
-            if layer.geometry is not None and not layer.geometry.lookup and sums[layer.name].n_inputs > 1
+            if layer.geometry is not None and sums[layer.name].n_inputs > 1
         },
         fisher=_coefficients(layers, sums),
         batches=batches,
@@ -152,7 +155,7 @@ def _note_call(geometry: Geometry, own: _Sums, x: Tensor, y: Tensor, first: bool
     if first:
         own.calls.append(tuple(x.shape))
     precise = working(y.new_empty(0)).dtype if y.is_floating_point() else torch.float64
-    if not geometry.lookup:
+    if _has_covariance(geometry):
         rows = channel_rows(geometry, x).reshape(-1, geometry.groups, geometry.group_shape[1]).float()
         own.n_inputs += len(rows)
         own.inputs = own.inputs + rows.sum(0).to(precise)
@@ -161,6 +164,10 @@ def _note_call(geometry: Geometry, own: _Sums, x: Tensor, y: Tensor, first: bool
     own.n_outputs += len(rows)
     own.outputs = own.outputs + rows.sum(0).to(precise)
     own.squares += float(rows.square().sum())
+
+
+def _has_covariance(geometry: Geometry) -> bool:
+    return not geometry.lookup and geometry.group_shape[1] <= _MOST_INPUTS
 
 
 def _whitening(own: _Sums) -> Tensor:

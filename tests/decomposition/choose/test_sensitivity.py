@@ -91,3 +91,10 @@ def test_inputs_far_from_zero_with_hardly_any_spread_still_give_a_whitening():
     found = seen(nn.Linear(48, 8), x)
     assert bool(torch.isfinite(found).all())
     assert bool((found.diagonal(dim1=1, dim2=2) > 0).all())
+
+
+def test_very_wide_layers_go_by_their_weights():
+    model = nn.Sequential(nn.Linear(4097, 8), nn.ReLU(), nn.Linear(8, 2))
+    found = gather(model, find_layers(model), Batches.draw([torch.randn(4, 4097)], 1, None))
+    assert set(found.whitening) == {"2"}
+    assert set(found.calls) == set(found.fisher) == {"0", "2"}
