@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from ctdr_lightning.basics.torch_private import has_gradient_hooks
+
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -16,7 +18,7 @@ def duplicate(module: M, instead: Mapping[Tensor, Tensor] | None = None) -> M:
 
     Tensors with a graph are copied without it: `weight_norm`, `spectral_norm` and pruning compute a layer's weight from
     its parameters before each forward, so the copy computes its own. Attributes that cannot be copied at all are shared
-    with the copy.
+    with the copy. Hooks on gradients are not copied: one that does nothing tells that there was one.
 
     Args:
         module: The module.
@@ -31,9 +33,17 @@ def duplicate(module: M, instead: Mapping[Tensor, Tensor] | None = None) -> M:
     memo: dict[int, Any] = {id(t): t.detach().clone() for t in _tensors(_attributes(module)) if not t.is_leaf}
     memo |= {id(tensor): other for tensor, other in (instead or {}).items()}
     try:
-        return deepcopy(module, dict(memo))
+        copy = deepcopy(module, dict(memo))
     except TypeError:  # how copy and pickle say that they cannot
-        return deepcopy(module, memo | {id(value): value for value in _attributes(module) if not _can_be_copied(value)})
+        copy = deepcopy(module, memo | {id(value): value for value in _attributes(module) if not _can_be_copied(value)})
+    for own, copied in zip(module.parameters(), copy.parameters(), strict=True):
+        if has_gradient_hooks(own) and copied.requires_grad and not has_gradient_hooks(copied):
+            copied.register_hook(_nothing)
+    return copy
+
+
+def _nothing(_gradient: Tensor) -> None:
+    return None
 
 
 def _attributes(module: nn.Module) -> Iterator[Any]:

@@ -136,6 +136,7 @@ for _name in ("CUDA", "XPU", "MPS", "HPU", "PrivateUse1"):
 #   _backward_hooks, _post_accumulate_grad_hooks  a tensor's, which run on its gradient
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_GRADIENTS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_OTHERS = ("ctdr_lightning.trainer.", "wandb.")  # ours, and those that only draw histograms
 _OF_TENSORS = ("_version", "_base", "_is_view", "_indices", "_values", "_is_zerotensor", "_make_wrapper_subclass")
 _ATTRIBUTES: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (torch.Tensor, (*_OF_TENSORS, *_OF_GRADIENTS)),
@@ -162,9 +163,10 @@ def hooks_of(module: torch.nn.Module) -> list[Sized]:
     return [getattr(module, name) for name in _HOOKS]
 
 
-def gradient_hooks_of(tensor: torch.Tensor) -> list[Any]:
-    """The functions that run on a leaf's gradient, in each backward: before it is added up, and after."""
-    return [hook for name in _OF_GRADIENTS for hook in (getattr(tensor, name) or {}).values()]
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether functions of the program run on a leaf's gradient in each backward, before it is added up or after."""
+    hooks = (hook for name in _OF_GRADIENTS for hook in (getattr(tensor, name) or {}).values())
+    return any(not str(getattr(hook, "__module__", "")).startswith(_OTHERS) for hook in hooks)
 
 
 class OpMode(TorchDispatchMode):
@@ -351,9 +353,9 @@ __all__ = [
     "fake_devices_hidden",
     "foreach_copy_",
     "free_unused_pinned_memory",
-    "gradient_hooks_of",
     "graph_task_id",
     "group_store",
+    "has_gradient_hooks",
     "higher_order_utils",
     "hooks_after_modules",
     "hooks_before_modules",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from ctdr_lightning.basics.errors import ConfigError
+from ctdr_lightning.basics.torch_private import has_gradient_hooks
 from ctdr_lightning.decomposition.algorithms.linalg import working
 from ctdr_lightning.decomposition.choose import patterns
 from ctdr_lightning.decomposition.layers.factorized import FactorizedLayer
@@ -168,6 +169,8 @@ def _refuse(module: nn.Module) -> str:
         return "its forward was replaced on the instance"
     if getattr(module, "max_norm", None) is not None:
         return "max_norm renormalises rows of the dense table"
+    if has_gradient_hooks(weight):
+        return "its weight's gradient has a hook, which factors would not have"
     return ""
 
 

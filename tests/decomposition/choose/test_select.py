@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from ctdr_lightning import decompose, merge
+from ctdr_lightning.basics.duplicate import duplicate
 from ctdr_lightning.decomposition.choose.select import find_layers
 
 
@@ -43,7 +44,21 @@ def wrapped_weight():
     return layer
 
 
+def hooked():
+    layer = nn.Linear(16, 16)
+    layer.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    return layer
+
+
+def updated_in_the_backward():
+    layer = nn.Linear(16, 16)
+    layer.weight.register_post_accumulate_grad_hook(lambda weight: weight.data.sub_(weight.grad))
+    return layer
+
+
 REFUSED = {
+    "gradient has a hook": hooked,
+    "has a hook, which factors would not have": updated_in_the_backward,
     "lazy": lazy,
     "parametrized": lambda: parametrizations.weight_norm(nn.Linear(16, 16)),
     "computed from other parameters": old_weight_norm,
@@ -66,6 +81,11 @@ def test_left_alone_with_a_reason(words):
     assert model[0] is odd
     assert [row.decision for row in report] == ["dense", "factorized"]
     assert words in report.layers[0].reason
+
+
+def test_the_copy_of_a_layer_with_a_hook_is_left_alone_too():
+    copied = duplicate(nn.Sequential(hooked(), nn.Linear(16, 16)))
+    assert [bool(layer.refusal) for layer in find_layers(copied)] == [True, False]
 
 
 def test_parametrized_by_a_custom_module():

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from ctdr_lightning.basics.errors import ConfigError, first_line
-from ctdr_lightning.basics.torch_private import gradient_hooks_of, tree_map_only
+from ctdr_lightning.basics.torch_private import has_gradient_hooks, tree_map_only
 from ctdr_lightning.trainer.modules import overrides
 from ctdr_lightning.trainer.training_step.layers import loss_of
 from ctdr_lightning.trainer.training_step.optimizer.gradient_readers import gradient_reader
@@ -58,9 +58,7 @@ def sub_batch_hindrance(trainer: Any, module: LightningModule) -> str:
 
 def _hooked(module: nn.Module) -> str:
     """That a gradient has a hook, which would run on the gradient of each part: clipping there is not the batch's."""
-    hooks = ((name, hook) for name, weight in module.named_parameters() for hook in gradient_hooks_of(weight))
-    others = (name for name, hook in hooks if not getattr(hook, "__module__", "").startswith("ctdr_lightning."))
-    name = next(others, "")
+    name = next((name for name, weight in module.named_parameters() if has_gradient_hooks(weight)), "")
     return f"a hook on the gradient of '{name}' would run once a part" if name else ""
 
 
