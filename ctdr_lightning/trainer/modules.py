@@ -18,6 +18,8 @@ _BASES = ("lightning.", "pytorch_lightning.", "ctdr_lightning.")
 # Tensors up to this size are copied before each step, to be put back where it fails: BatchNorm's statistics, counters
 # and metrics are below; to copy 2**16 elements takes about as long as to launch it.
 SMALL_ELEMENTS = 2**16
+# In torch's errors where a step that runs without a graph asks for a gradient itself, as gradient penalties do.
+NEEDS_GRAPH = "does not require grad"
 
 
 def overrides(module: object, name: str) -> bool:

@@ -18,7 +18,7 @@ from ctdr_lightning.basics.duplicate import duplicate
 from ctdr_lightning.basics.torch_private import tree_map_only
 from ctdr_lightning.trainer.accuracy.own_loaders import own_loader
 from ctdr_lightning.trainer.fake_trainer import optimizers_of
-from ctdr_lightning.trainer.modules import overrides
+from ctdr_lightning.trainer.modules import NEEDS_GRAPH, overrides
 
 _SILENT = ("log", "log_dict", "manual_backward", "toggle_optimizer", "untoggle_optimizer", "clip_gradients", "print")
 
@@ -102,10 +102,10 @@ def run_step(module: LightningModule, trainer: Any, name: str, batch: Any, batch
     with plugin.train_step_context() if name == "training_step" else plugin.val_step_context():
         try:
             return step(_as_drawn(batch), *given)
-        except RuntimeError:
-            if torch.is_grad_enabled():
+        except RuntimeError as error:
+            if NEEDS_GRAPH not in str(error) or torch.is_grad_enabled():
                 raise
-        with torch.enable_grad():  # the step itself may ask for a gradient, as gradient penalties do
+        with torch.enable_grad():
             return step(_as_drawn(batch), *given)
 
 

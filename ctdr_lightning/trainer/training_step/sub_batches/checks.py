@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ctdr_lightning.basics.errors import ConfigError, first_line
 from ctdr_lightning.basics.torch_private import has_gradient_hooks, tree_map_only
-from ctdr_lightning.trainer.modules import overrides
+from ctdr_lightning.trainer.modules import NEEDS_GRAPH, overrides
 from ctdr_lightning.trainer.training_step.layers import loss_of
 from ctdr_lightning.trainer.training_step.optimizer.gradient_readers import gradient_reader
 from ctdr_lightning.trainer.training_step.optimizer.in_backward import loop_hindrance
@@ -91,11 +91,9 @@ def check_mean(module: LightningModule, step: Step, batch: Any, *, half: bool) -
         ConfigError: If it is no mean, or if the step changes the module by the samples of its batch.
     """
     found = _checked(module, step, batch, half)
-    if not found.unknown:
-        return found
     # Copies of a whole frozen network are made only where a step writes it, graphs where it asks for a gradient.
-    large = found.unknown.startswith(_CHANGES)
-    return _checked(module, step, batch, half, large=large, graphs=not large)
+    large, graphs = found.unknown.startswith(_CHANGES), NEEDS_GRAPH in found.unknown
+    return _checked(module, step, batch, half, large=large, graphs=graphs) if large or graphs else found
 
 
 def _checked(
