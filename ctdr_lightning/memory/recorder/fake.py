@@ -101,5 +101,8 @@ def _faked(module: M, inputs: Any, mode: ValuedFakes, on_card: bool, precision: 
     made_anew = [t for t in own if t.is_meta or on_card or precision.dtype_of(t) is not t.dtype]
     copied = {id(t): fake(t) for t in made_anew}
     copied |= {id(p): nn.Parameter(copied[id(p)], p.requires_grad) for p in module.parameters() if id(p) in copied}
+    # The state of a generator, a tensor, cannot be faked.
+    attributes = (value for each in module.modules() for value in vars(each).values())
+    generators = {id(g): copy.deepcopy(g) for g in attributes if isinstance(g, torch.Generator)}
     with FakeCopyMode(mode):
-        return copy.deepcopy(module, copied), tree_map_only(Tensor, fake, inputs)
+        return copy.deepcopy(module, {**copied, **generators}), tree_map_only(Tensor, fake, inputs)

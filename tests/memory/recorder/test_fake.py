@@ -56,3 +56,21 @@ def test_parts_that_are_named_for_a_profiler_are_recorded():
 
     fake, real = record_fake(net, x, step), record(lambda: step(net, x))
     assert [op.name for op in fake.ops] == [op.name for op in real.ops]
+
+
+class Noisy(torch.nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.generator = torch.nn.Linear(4, 4), torch.Generator().manual_seed(5)
+
+    def forward(self, x):
+        return self.linear(x + torch.randn(x.shape, generator=self.generator)).square().mean()
+
+
+def test_a_generator_of_the_module_s_own_is_left_where_it_is():
+    net, x = Noisy(), torch.randn(3, 4)
+    fake = record_fake(net, x, lambda net, x: net(x))
+    assert torch.equal(net.generator.get_state(), torch.Generator().manual_seed(5).get_state())
+    assert [op.name for op in fake.ops] == [op.name for op in record(lambda: net(x)).ops]
