@@ -13,7 +13,7 @@ from ctdr_lightning.basics.torch_private import has_gradient_hooks
 M = TypeVar("M", bound=nn.Module)
 
 
-def duplicate(module: M, instead: Mapping[Tensor, Tensor] | None = None) -> M:
+def duplicate(module: M, instead: Mapping[Any, Any] | None = None) -> M:
     """Copy a module deeply.
 
     Tensors with a graph are copied without it: `weight_norm`, `spectral_norm` and pruning compute a layer's weight from
@@ -22,7 +22,7 @@ def duplicate(module: M, instead: Mapping[Tensor, Tensor] | None = None) -> M:
 
     Args:
         module: The module.
-        instead: By tensor of the module, the one that the copy has in its place; itself where both share it.
+        instead: By tensor or generator of the module, what the copy has in its place; itself where both share it.
 
     Example:
         >>> layer = nn.Linear(2, 2)
@@ -31,7 +31,7 @@ def duplicate(module: M, instead: Mapping[Tensor, Tensor] | None = None) -> M:
         False
     """
     memo: dict[int, Any] = {id(t): t.detach().clone() for t in _tensors(_attributes(module)) if not t.is_leaf}
-    memo |= {id(tensor): other for tensor, other in (instead or {}).items()}
+    memo |= {id(thing): other for thing, other in (instead or {}).items()}
     try:
         copy = deepcopy(module, dict(memo))
     except TypeError:  # how copy and pickle say that they cannot

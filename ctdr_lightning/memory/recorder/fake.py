@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ctdr_lightning.basics.devices import DeviceModel, device_model
+from ctdr_lightning.basics.duplicate import duplicate
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.torch_private import NEEDS_VALUES, FakeCopyMode, tree_map_only
 from ctdr_lightning.memory.recorder.call_seconds import CallSeconds
@@ -99,10 +100,10 @@ def _faked(module: M, inputs: Any, mode: ValuedFakes, on_card: bool, precision: 
     # A tensor that is not merely copied is given to the copy as if it had been copied already.
     own = [t for t in (*module.parameters(), *module.buffers()) if t.layout is torch.strided]
     made_anew = [t for t in own if t.is_meta or on_card or precision.dtype_of(t) is not t.dtype]
-    copied = {id(t): fake(t) for t in made_anew}
-    copied |= {id(p): nn.Parameter(copied[id(p)], p.requires_grad) for p in module.parameters() if id(p) in copied}
+    instead: dict[Any, Any] = {t: fake(t) for t in made_anew}
+    instead |= {p: nn.Parameter(instead[p], p.requires_grad) for p in module.parameters() if p in instead}
     # The state of a generator, a tensor, cannot be faked.
     attributes = (value for each in module.modules() for value in vars(each).values())
-    generators = {id(g): copy.deepcopy(g) for g in attributes if isinstance(g, torch.Generator)}
+    instead |= {g: copy.deepcopy(g) for g in attributes if isinstance(g, torch.Generator)}
     with FakeCopyMode(mode):
-        return copy.deepcopy(module, {**copied, **generators}), tree_map_only(Tensor, fake, inputs)
+        return duplicate(module, instead), tree_map_only(Tensor, fake, inputs)

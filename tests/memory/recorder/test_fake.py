@@ -1,3 +1,5 @@
+import threading
+
 import pytest
 import torch
 
@@ -67,6 +69,12 @@ class Noisy(torch.nn.Module):
 
     def forward(self, x):
         return self.linear(x + torch.randn(x.shape, generator=self.generator)).square().mean()
+
+
+def test_what_cannot_be_copied_is_shared():
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+    net.lock, net.seen = threading.Lock(), net(torch.randn(2, 4))
+    assert record_fake(net, torch.randn(3, 4), lambda net, x: net(x).square().mean()).ops
 
 
 def test_a_generator_of_the_module_s_own_is_left_where_it_is():
