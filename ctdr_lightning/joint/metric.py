@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ctdr_lightning.basics.checks import real
 from ctdr_lightning.basics.errors import ConfigError, CTDRError, first_line
+from ctdr_lightning.basics.nests import leaves_of
 from ctdr_lightning.basics.progress_bar import doing
-from ctdr_lightning.basics.torch_private import tree_leaves
 from ctdr_lightning.decomposition.choose.batches import Step, batch_size, untouched
 from ctdr_lightning.decomposition.choose.divergence import kind_of_output, named_tensors, watched_outputs
 from ctdr_lightning.decomposition.trials.refit import Statistics, set_statistics
@@ -117,7 +117,7 @@ class MetricJudge:
         return self.dense - value if self.higher_is_better else value - self.dense
 
     def _mean(self, model: nn.Module) -> float:
-        sizes = [batch_size(tree_leaves(batch)) or 1 for batch in self._batches]
+        sizes = [batch_size(leaves_of(batch)) or 1 for batch in self._batches]
         values = [self._number(self._metric(model, batch)) for batch in self._batches]
         return sum(size * value for size, value in zip(sizes, values, strict=True)) / sum(sizes)
 

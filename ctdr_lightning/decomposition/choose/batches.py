@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from ctdr_lightning.basics.errors import ConfigError
 from ctdr_lightning.basics.interrupts import interrupts_held, put_back_after
-from ctdr_lightning.basics.torch_private import tree_flatten, tree_leaves, tree_unflatten
+from ctdr_lightning.basics.nests import leaves_of
+from ctdr_lightning.basics.torch_private import tree_flatten, tree_unflatten
 
 Step = Callable[[nn.Module, Any], Any]
 # Forward passes over the merged batch are the price of a refit. 8 million input elements are 54 images of 224 x 224,
@@ -74,7 +75,7 @@ def first_batches(data: Iterable[Any], n_batches: int = N_BATCHES) -> list[Any]:
     n_elements = 0
     for batch in islice(data, n_batches):
         drawn.append(batch)
-        n_elements += sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+        n_elements += sum(leaf.numel() for leaf in leaves_of(batch) if isinstance(leaf, Tensor))
         if n_elements > _MOST_ELEMENTS:
             break
     return drawn

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ctdr_lightning.basics.nests import leaves_of
 from ctdr_lightning.basics.torch_private import tree_leaves
 from ctdr_lightning.decomposition.choose.batches import Batches, untouched
 
@@ -111,7 +112,7 @@ def kind_of_output(name: str, tensor: Tensor, batch: Any) -> tuple[Kind, int]:
 
 def _class_axis(tensor: Tensor, batch: Any) -> int | None:
     """The axis of the classes: the one without which integer labels of the batch fit the output."""
-    for leaf in tree_leaves(batch):
+    for leaf in leaves_of(batch):
         if not isinstance(leaf, Tensor) or leaf.dtype not in (torch.int64, torch.int32) or tensor.ndim < 2:
             continue
         for axis in (1, tensor.ndim - 1):

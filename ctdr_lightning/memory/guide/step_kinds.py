@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ctdr_lightning.basics.errors import ReplayError
-from ctdr_lightning.basics.torch_private import tree_flatten
+from ctdr_lightning.basics.nests import leaves_of, outline_of, tensors_of
 from ctdr_lightning.memory.plans.plan import Plan
 from ctdr_lightning.memory.traces.trace import RECOUNTED, Trace
 
@@ -88,12 +88,18 @@ def signature_of(batch: Any, module: nn.Module | None = None) -> Hashable:
         batch: Any nest of tensors and plain objects.
         module: The module whose mode counts, or None.
     """
-    leaves, spec = tree_flatten(batch)
-    shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x).__name__ for x in leaves)
+    shapes = tuple(_look(leaf) for leaf in leaves_of(batch))
     modes: list[bool] = []
     if module is not None:
         modes = [*(m.training for m in module.modules()), *(p.requires_grad for p in module.parameters())]
-    return (str(spec), shapes, hash(tuple(modes)), torch.is_grad_enabled())
+    return (outline_of(batch), shapes, hash(tuple(modes)), torch.is_grad_enabled())
+
+
+def _look(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype
+    inside = tuple(_look(tensor) for tensor in tensors_of(leaf))  # of an object, such as a batch of graphs
+    return (type(leaf).__name__, inside) if inside else type(leaf).__name__
 
 
 def shapes_in(signature: Hashable) -> list[str]:

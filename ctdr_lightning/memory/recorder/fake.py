@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from ctdr_lightning.basics.devices import DeviceModel, device_model
 from ctdr_lightning.basics.duplicate import duplicate
 from ctdr_lightning.basics.errors import ConfigError
-from ctdr_lightning.basics.torch_private import NEEDS_VALUES, FakeCopyMode, tree_map_only
+from ctdr_lightning.basics.nests import map_leaves
+from ctdr_lightning.basics.torch_private import NEEDS_VALUES, FakeCopyMode
 from ctdr_lightning.memory.recorder.call_seconds import CallSeconds
 from ctdr_lightning.memory.recorder.fake_values import ValuedFakes
 from ctdr_lightning.memory.recorder.on_cpu import CpuFakes
@@ -106,4 +107,6 @@ def _faked(module: M, inputs: Any, mode: ValuedFakes, on_card: bool, precision: 
     attributes = (value for each in module.modules() for value in vars(each).values())
     instead |= {g: copy.deepcopy(g) for g in attributes if isinstance(g, torch.Generator)}
     with FakeCopyMode(mode):
-        return duplicate(module, instead), tree_map_only(Tensor, fake, inputs)
+        return duplicate(module, instead), map_leaves(
+            lambda leaf: fake(leaf) if isinstance(leaf, Tensor) else leaf, inputs
+        )

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 import ctdr_lightning
 from ctdr_lightning.basics.errors import CTDRError
-from ctdr_lightning.basics.torch_private import tree_leaves
+from ctdr_lightning.basics.nests import leaves_of
 from ctdr_lightning.joint.budget_fit import BudgetFit
 from ctdr_lightning.trainer.options import CallbackOptions
 
@@ -118,7 +118,7 @@ def question_of(
         [type(trainer.strategy).__name__, trainer.world_size],
         [asked, type(module).__qualname__, str(module)],
         code.co_code.hex() if code is not None else "",
-        [repr(optimizer), [_looks(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]],
+        [repr(optimizer), [_looks(leaf) for leaf in leaves_of(batch) if isinstance(leaf, Tensor)]],
         list(_sums(module)),
     ]  # fmt: skip
 

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 
 from ctdr_lightning.basics.duplicate import duplicate
-from ctdr_lightning.basics.torch_private import tree_map_only
+from ctdr_lightning.basics.nests import map_leaves
 from ctdr_lightning.trainer.accuracy.own_loaders import own_loader
 from ctdr_lightning.trainer.fake_trainer import optimizers_of
 from ctdr_lightning.trainer.modules import NEEDS_GRAPH, overrides
@@ -112,13 +112,13 @@ def run_step(module: LightningModule, trainer: Any, name: str, batch: Any, batch
 def _as_drawn(batch: Any) -> Any:
     """A batch without the traces of a step that ran on it: entries taken out of a dict, gradients of its tensors."""
 
-    def cleaned(tensor: Tensor) -> Tensor:
-        if tensor.is_leaf and tensor.requires_grad:
-            tensor.grad = None
-            tensor.requires_grad_(False)
-        return tensor
+    def cleaned(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.is_leaf and leaf.requires_grad:
+            leaf.grad = None
+            leaf.requires_grad_(False)
+        return leaf
 
-    return tree_map_only(Tensor, cleaned, batch)
+    return map_leaves(cleaned, batch)
 
 
 def training_batches(trainer: Any, module: LightningModule, count: int) -> Iterator[Any]:

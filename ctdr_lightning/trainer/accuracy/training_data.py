@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ctdr_lightning.basics.duplicate import duplicate
 from ctdr_lightning.basics.errors import ConfigError, first_line
+from ctdr_lightning.basics.nests import map_leaves
 from ctdr_lightning.basics.torch_private import tree_map_only
 from ctdr_lightning.decomposition import Report, decompose
 from ctdr_lightning.decomposition.choose.batches import N_BATCHES, first_batches
@@ -111,4 +112,4 @@ def _as_the_weights(module: LightningModule, batch: Any) -> Any:
     if len(kinds) != 1:
         return batch
     kind = kinds.pop()
-    return tree_map_only(Tensor, lambda t: t.to(kind) if t.is_floating_point() else t, batch)
+    return map_leaves(lambda t: t.to(kind) if isinstance(t, Tensor) and t.is_floating_point() else t, batch)

@@ -1,15 +1,14 @@
-"""The device's own figures, and the tensors of a batch."""
+"""The device's own figures, and the size of a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
-from torch import Tensor
 
 from ctdr_lightning.basics.gpu_memory import begin_interval, highest
+from ctdr_lightning.basics.nests import tensors_of
 from ctdr_lightning.basics.units import GIB
 
 
@@ -44,15 +43,3 @@ def batch_size(batch: Any) -> int:
     """Length of the first tensor in a nested batch; 1 where there is none."""
     tensor = next(tensors_of(batch), None)
     return int(tensor.shape[0]) if tensor is not None and tensor.ndim else 1
-
-
-def tensors_of(batch: Any) -> Iterator[Tensor]:
-    """The tensors of a nested batch, depth first; plain objects are looked into."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        yield from (tensor for item in batch.values() for tensor in tensors_of(item))
-    elif isinstance(batch, list | tuple):
-        yield from (tensor for item in batch for tensor in tensors_of(item))
-    elif hasattr(batch, "__dict__"):
-        yield from tensors_of(vars(batch))

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import OutOfMemoryError
 
 from ctdr_lightning.basics.gpu_memory import counts, free_cache, read_budget
+from ctdr_lightning.basics.nests import tensors_of
 from ctdr_lightning.memory import Plan, Trace
 from ctdr_lightning.memory.account.batch import BatchAccount
 from ctdr_lightning.memory.allocator.reserved import is_served
@@ -26,7 +27,7 @@ from ctdr_lightning.trainer.training_step import events
 from ctdr_lightning.trainer.training_step.advice import optimizer_does_not_fit
 from ctdr_lightning.trainer.training_step.batch_meter import BatchMeter
 from ctdr_lightning.trainer.training_step.bytes_beside import BytesBeside
-from ctdr_lightning.trainer.training_step.device import allocated_peak_bytes, tensors_of
+from ctdr_lightning.trainer.training_step.device import allocated_peak_bytes
 from ctdr_lightning.trainer.training_step.optimizer.resident import begins_sum, local_bytes
 from ctdr_lightning.trainer.training_step.planning import BatchPlanner
 from ctdr_lightning.trainer.training_step.surprises import freed_late

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from ctdr_lightning.basics.nests import tensors_of
 from ctdr_lightning.basics.torch_private import OpMode, OpOverload
 from ctdr_lightning.memory.holders.optimizer_state_tensors import state_tensors
 from ctdr_lightning.memory.values.live_bytes import tell_trackers
 from ctdr_lightning.memory.values.op_seconds import op_flops
 from ctdr_lightning.trainer.training_step.batch_meter import BatchMeter
-from ctdr_lightning.trainer.training_step.device import tensors_of
 from ctdr_lightning.trainer.training_step.layers import Chain, Layer, Step
 from ctdr_lightning.trainer.training_step.optimizer.resident import waiting_tensors
 

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from ctdr_lightning.basics.errors import ConfigError, InfeasibleBudgetError
+from ctdr_lightning.basics.nests import tensors_of
 from ctdr_lightning.basics.progress_bar import doing, one_bar
 from ctdr_lightning.joint.promise import promise
 from ctdr_lightning.memory import Plan, Prepared, Trace, plan
@@ -29,7 +30,6 @@ from ctdr_lightning.memory.traces.trace import LEAN
 from ctdr_lightning.trainer.options import CallbackOptions
 from ctdr_lightning.trainer.training_step.advice import Adviser, optimizer_does_not_fit
 from ctdr_lightning.trainer.training_step.bytes_beside import BytesBeside
-from ctdr_lightning.trainer.training_step.device import tensors_of
 from ctdr_lightning.trainer.training_step.optimizer.resident import adds_up, gradient_sizes, local_bytes, state_bytes
 from ctdr_lightning.trainer.training_step.shared_plans import SharedPlans
 from ctdr_lightning.trainer.training_step.sub_batches.batch_norm import LEAST_ASKED, LEAST_SAMPLES, batch_norm_of

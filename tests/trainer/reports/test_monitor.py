@@ -10,13 +10,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from ctdr_lightning import CTDRCallback, Recovery
 from ctdr_lightning.basics.gpu_memory import watch_peak
+from ctdr_lightning.basics.nests import tensors_of
 from ctdr_lightning.basics.units import GIB
 from ctdr_lightning.memory import plan, record, simulate
 from ctdr_lightning.recovery import Distillation
 from ctdr_lightning.trainer.groups import grouped
 from ctdr_lightning.trainer.reports.memory_report import MemoryReport
 from ctdr_lightning.trainer.reports.monitor import Monitor, utilisation
-from ctdr_lightning.trainer.training_step.device import allocated_peak_bytes, batch_size, device_peaks, tensors_of
+from ctdr_lightning.trainer.training_step.device import allocated_peak_bytes, batch_size, device_peaks
 from tests import parts
 from tests.virtual_cuda.card import Card
 

@@ -1,5 +1,7 @@
 """Budgets kept where facts may be wrong: an optimizer's closures, steps after a warm-up, what a retry holds."""
 
+from collections import UserDict
+
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -170,3 +172,29 @@ def test_what_a_retry_holds_is_in_the_plan():
     callback, _, peaks = kept(Penalty, budget_asked(Penalty))
     assert max(peaks) <= callback.run.memory.session.plan.peak_bytes
     assert callback.run.memory.beside.copied_bytes >= 2 * BATCH * WIDTH * 4, "the batch and the average"
+
+
+class Graphs:
+    """A batch of a library's own class; its transfer is its own."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def to(self, *args, **kwargs):
+        return self
+
+
+@pytest.mark.parametrize("made", [lambda x: UserDict(x=x), Graphs], ids=["mapping", "object"])
+def test_batches_of_other_sizes_are_other_steps_in_whatever_they_come(made):
+    class Takes(Deep):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch["x"] if isinstance(batch, UserDict) else batch.x, batch_idx)
+
+    sizes = (BATCH, 4 * BATCH, BATCH, 4 * BATCH, 4 * BATCH)
+    rows = [made(torch.randn(size, WIDTH)) for size in sizes]
+    peaks, budget = Peaks(), 2**21
+    callback = CTDRCallback(rank=None, memory_budget=budget, verbose=False)
+    module = Takes()
+    parts.fit(module, callback, peaks, data=(DataLoader(rows, batch_size=None, shuffle=False), None), max_epochs=1)
+    batches = [4 * WIDTH * size * (made is Graphs) for size in sizes]  # not in what the peaks count
+    assert max(a + b for a, b in zip(peaks.bytes, batches, strict=True)) <= budget

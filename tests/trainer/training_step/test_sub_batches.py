@@ -2,6 +2,8 @@
 
 import random
 import re
+from collections import UserDict
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 
@@ -445,6 +447,20 @@ def test_parts_are_the_batch():
     assert all(part.batch[1]["pair"] == ["x", "y"] and part.batch[1]["n"] == 3 for part in found)
     assert sum(part.share for part in found) == pytest.approx(1)
     assert found[1].batch[0].data_ptr() == batch[0][3:].data_ptr(), "a view, not a copy"
+
+
+@dataclass
+class Rows:
+    x: torch.Tensor
+    names: list
+
+
+@pytest.mark.parametrize("made", [Rows, lambda x, names: UserDict(x=x, names=names)])
+def test_parts_of_other_mappings_and_dataclasses(made):
+    first, second = parts_of(made(torch.arange(5), list("abcde")), 2)
+    assert type(second.batch) is type(made(1, 2))
+    entries = second.batch if isinstance(second.batch, UserDict) else vars(second.batch)
+    assert (entries["x"].tolist(), entries["names"], first.share) == ([3, 4], ["d", "e"], 0.6)
 
 
 class Draws(Deep):

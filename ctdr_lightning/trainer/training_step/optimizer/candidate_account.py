@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ctdr_lightning.basics.torch_private import tree_leaves
+from ctdr_lightning.basics.nests import leaves_of
 from ctdr_lightning.memory import Trace
 from ctdr_lightning.memory.account.batch import BatchAccount, with_room
 from ctdr_lightning.memory.holders.disk import STAGING_BYTES
@@ -92,7 +92,7 @@ def _copied_bytes(candidate: nn.Module, owner: nn.Module, batch: Any, on_cpu: bo
     A budget that is only just met without them is refused, or planned anew, once training makes them.
     """
     frozen = [p for p in candidate.parameters() if not p.requires_grad]
-    batched = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    batched = [leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor)]
     small = [t for t in (*frozen, *candidate.buffers(), *batched) if t.numel() <= SMALL_ELEMENTS]
     small += few_attributes(reachable({MODULE: owner}).tensors)
     n_bytes = sum(t.nbytes for t in {id(t): t for t in small}.values())

@@ -13,7 +13,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from ctdr_lightning.basics.errors import ConfigError, first_line
-from ctdr_lightning.basics.torch_private import has_gradient_hooks, tree_map_only
+from ctdr_lightning.basics.nests import map_leaves
+from ctdr_lightning.basics.torch_private import has_gradient_hooks
 from ctdr_lightning.trainer.modules import NEEDS_GRAPH, overrides
 from ctdr_lightning.trainer.training_step.layers import loss_of
 from ctdr_lightning.trainer.training_step.optimizer.gradient_readers import gradient_reader
@@ -219,7 +220,7 @@ class _Losses:
         self._snapshot.put_back()
         versions = noted(self._module)
         with _evaluating(self.silenced), FixedDraws(before, drawn) as draws:
-            loss = loss_of(self._step(tree_map_only(Tensor, lambda tensor: tensor, batch)))  # it may pop from a dict
+            loss = loss_of(self._step(map_leaves(lambda leaf: leaf, batch)))  # it may pop from a dict
         self.drew |= self._snapshot.has_drawn
         if loss is None:
             raise RuntimeError("training_step returned no loss")

@@ -9,10 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from ctdr_lightning.basics.errors import ConfigError
-from ctdr_lightning.basics.torch_private import tree_flatten, tree_unflatten
-from ctdr_lightning.trainer.training_step.device import tensors_of
+from ctdr_lightning.basics.nests import leaves_of, map_leaves, tensors_of
 
-_HINT = "Give each tensor of the batch one row a sample, in dicts, lists and tuples, or leave sub_batches out."
+_HINT = (
+    "Give each tensor of the batch one row a sample, in dicts, lists, tuples and dataclasses, or leave sub_batches out."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ def n_samples(batch: Any) -> int:
         >>> n_samples({"image": zeros(6, 3), "names": ["a"] * 6, "scale": 2.0})
         6
     """
-    leaves, _ = tree_flatten(batch, is_leaf=_is_words)
+    leaves = leaves_of(batch, _is_words)
     for leaf in leaves:
         if not isinstance(leaf, Tensor) and next(tensors_of(leaf), None) is not None:
             raise ConfigError(f"The batch holds tensors in a {type(leaf).__name__}, which cannot be cut.", _HINT)
@@ -78,8 +79,7 @@ def cut(batch: Any, first: int, end: int) -> Any:
         end: The one after the last.
     """
     whole = n_samples(batch)
-    leaves, spec = tree_flatten(batch, is_leaf=_is_words)
-    return tree_unflatten([_cutter(leaf, whole)(first, end) for leaf in leaves], spec)
+    return map_leaves(lambda leaf: _cutter(leaf, whole)(first, end), batch, _is_words)
 
 
 def parts_of(batch: Any, number: int) -> list[Part]:
