@@ -85,7 +85,7 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
 
 
 def _entries(node: Any, is_leaf: IsLeaf | None) -> dict[Any, Any] | None:
-    """What a node holds that torch takes for a leaf; None where it is one."""
+    """The entries of a node that torch takes for a leaf; None where it is one."""
     if is_leaf is not None and is_leaf(node):
         return None
     if isinstance(node, MutableMapping):
