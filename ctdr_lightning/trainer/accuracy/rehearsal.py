@@ -113,9 +113,8 @@ def _as_drawn(batch: Any) -> Any:
     """A batch without the traces of a step that ran on it: entries taken out of a dict, gradients of its tensors."""
 
     def cleaned(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.is_leaf and leaf.requires_grad:
+        if isinstance(leaf, Tensor) and leaf.is_leaf:
             leaf.grad = None
-            leaf.requires_grad_(False)
         return leaf
 
     return map_leaves(cleaned, batch)
