@@ -136,7 +136,7 @@ for _name in ("CUDA", "XPU", "MPS", "HPU", "PrivateUse1"):
 #   _backward_hooks, _post_accumulate_grad_hooks  a tensor's, which run on its gradient
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_GRADIENTS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_OTHERS = ("ctdr_lightning.trainer.", "wandb.")  # ours, and those that only draw histograms
+_NOT_COUNTED = ("ctdr_lightning.trainer.", "wandb.")  # ours, and those that only draw histograms
 _OF_TENSORS = ("_version", "_base", "_is_view", "_indices", "_values", "_is_zerotensor", "_make_wrapper_subclass")
 _ATTRIBUTES: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (torch.Tensor, (*_OF_TENSORS, *_OF_GRADIENTS)),
@@ -166,7 +166,7 @@ def hooks_of(module: torch.nn.Module) -> list[Sized]:
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     """Whether functions of the program run on a leaf's gradient in each backward, before it is added up or after."""
     hooks = (hook for name in _OF_GRADIENTS for hook in (getattr(tensor, name) or {}).values())
-    return any(not str(getattr(hook, "__module__", "")).startswith(_OTHERS) for hook in hooks)
+    return any(not str(getattr(hook, "__module__", "")).startswith(_NOT_COUNTED) for hook in hooks)
 
 
 class OpMode(TorchDispatchMode):

@@ -33,8 +33,8 @@ from ctdr_lightning.decomposition.shapes.layer_kinds import KINDS, kind_of
 # Of the largest eigenvalue: 1e-2 to 1e-4 are told to be enough; smaller ones let the factors grow where no input was.
 _REGULARIZATION = 1e-3
 _GRADIENT_BATCHES = 4
-# Inputs of a layer. The covariance of so many takes 128 MiB, its eigenvalues 10 s on a core; those of a VGG's 25,088
-# took 5 GiB and over 10 minutes. Wider layers go by their weights.
+# Inputs of a layer. The covariance of so many takes 128 MiB, its eigenvalues about 10 s on a core; that of a VGG's
+# 25,088 takes 5 GiB, and its eigenvalues were not there after three minutes. Wider layers go by their weights.
 _MOST_INPUTS = 4096
 
 

@@ -125,7 +125,8 @@ class BatchPlanner:
     def _tightest(self, account: BatchAccount) -> BatchAccount:
         """The account that has to fit before a run's first batch.
 
-        Later batches of an accumulation add to the gradients of the first one, and so do later parts of a batch.
+        Later batches of an accumulation add to the gradients of the first one, and so do later parts of a batch, and
+        all batches where gradients are filled with zeros.
         """
         adds = adds_up(self._module.trainer) or isinstance(self._options.sub_batches, int)
         first = self._ends_the_run and not self.n_planned and self.budget_bytes is not None
